@@ -1,0 +1,1 @@
+"""Kernels: contracts, registry, build and check. Importing this compiles nothing."""
