@@ -12,7 +12,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -141,16 +141,18 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(directory, _read_shards(directory, weight_map))
 
 
-def resolve_model(spec: str) -> Path:
+def resolve_model(spec: str, progress: Callable[[float, str], None] | None = None) -> Path:
     """The directory of a model: a path, `example`, or a hub id (`owner/name`).
 
     An existing directory wins over a hub id of the same spelling. `example` and hub ids are
-    fetched when they are not in the cache. Raises MinidecodeError when there is no such model.
+    fetched when they are not in the cache; `progress` gets the share done and what is going on
+    (the hub draws its own bars, unless there is no `progress`). Raises MinidecodeError when there
+    is no such model.
     """
     if spec == "example":
         from minidecode import example
 
-        return example.ensure()
+        return example.ensure(progress)
     path = Path(os.path.expanduser(spec))
     if os.path.isdir(path):
         if not os.path.exists(path / "config.json"):
@@ -162,16 +164,24 @@ def resolve_model(spec: str) -> Path:
     if os.path.exists(path):
         raise MinidecodeError(f"{path} is a file; a model is a directory with config.json")
     if _HUB_ID.fullmatch(spec):
-        return _from_hub(spec)
+        return _from_hub(spec, quiet=progress is None)
     raise MinidecodeError(
         f"there is no model {spec!r}: not a directory, not a hub id (owner/name), "
         "not synthetic:<name> or example"
     )
 
 
-def _from_hub(repo: str) -> Path:
+def _from_hub(repo: str, quiet: bool) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
+    silence = quiet and not are_progress_bars_disabled()
+    if silence:
+        disable_progress_bars()
     try:
         found = snapshot_download(repo, allow_patterns=_HUB_ALLOW, ignore_patterns=_HUB_IGNORE)
     except errors.GatedRepoError:
@@ -185,6 +195,9 @@ def _from_hub(repo: str) -> Path:
         reason = _first_line(error)
     else:
         return Path(found)
+    finally:
+        if silence:
+            enable_progress_bars()
     raise MinidecodeError(f"there is no directory {repo}, and as a hub id: {reason}")
 
 

@@ -110,7 +110,7 @@ def fetch(source: Path | None = None, progress: Progress | None = None) -> Path:
                 _make(chosen, Path(scratch), report)
                 _install(Path(scratch) / NAME, Path(scratch) / "replaced")
     except OSError as error:
-        reason = f"{error.strerror or error}"
+        reason = f"{error.strerror}: {error.filename}" if error.filename else f"{error}"
         raise MinidecodeError(f"cannot put the example into {folder}: {reason}") from None
     report(1.0, "done")
     return directory()
