@@ -142,6 +142,8 @@ def convert_gguf(path: Path, dest: Path, progress: Progress | None = None) -> No
     _write_json(dest / "config.json", config)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(dest / "generation_config.json", special)
+    # safetensors makes its file for the owner alone; a shared cache should be readable.
+    shutil.copymode(dest / "config.json", dest / "model.safetensors")
 
 
 def _silent(fraction: float, message: str) -> None:
