@@ -38,14 +38,29 @@ def gemv_bytes(n: int, k: int, dtype: str = "fp16") -> int:
 
 def gemv_reference(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """w[n, k] @ x[k] in FP64 on the CPU, shape [n]. A slab of rows at a time bounds the memory."""
+    return _slabs(w, x, squared=False)
+
+
+def gemv_row_scale(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """√Σⱼ (w[i, j]·x[j])² in FP64 on the CPU, shape [n]: how large a row's result is by chance.
+
+    A row's error is judged against this, since its own result may happen to be next to nothing.
+    """
+    return _slabs(w, x, squared=True).sqrt()
+
+
+def _slabs(w: torch.Tensor, x: torch.Tensor, *, squared: bool) -> torch.Tensor:
     import torch
 
     n, k = w.shape
     x64 = x.detach().cpu().double()
-    rows = max(1, (1 << 25) // max(1, k))
+    if squared:
+        x64 = x64.square()
+    rows = max(1, (1 << 24) // max(1, k))
     out = torch.empty(n, dtype=torch.float64)
     for start in range(0, n, rows):
-        out[start : start + rows] = w[start : start + rows].detach().cpu().double() @ x64
+        slab = w[start : start + rows].detach().cpu().double()
+        out[start : start + rows] = (slab.square_() if squared else slab) @ x64
     return out
 
 

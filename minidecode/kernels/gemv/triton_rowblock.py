@@ -1,4 +1,4 @@
-"""A Triton GEMV: one program does a block of rows, and every chunk of x it loads serves them all."""
+"""A Triton GEMV: one program does a block of rows; each chunk of x it loads serves them all."""
 
 import torch
 
