@@ -415,6 +415,16 @@ def test_a_killed_run_leaves_nothing_half_made(tmp_path, cache, made, wheel, sma
     assert sorted(p.name for p in (cache / "example").iterdir()) == [".lock", example.NAME]
 
 
+def test_interrupting_cleans_up(cache, small):
+    def interrupt(share: float, message: str) -> None:
+        if message == "converting to FP16":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        example.fetch(small, interrupt)
+    assert [p.name for p in (cache / "example").iterdir()] == [".lock"]
+
+
 def test_fetch_command(tmp_path, cache, made, small, capsys):
     assert main(["fetch", "--from", str(small)]) == 0
     assert capsys.readouterr().out.strip() == str(example.directory())
