@@ -1,0 +1,307 @@
+"""`kernels`: what is registered, whether a kernel is right, and compiling ahead of time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minidecode.cli import options
+from minidecode.cli.progress import Progress
+from minidecode.errors import KernelWrongError, MissingError, UsageError
+
+if TYPE_CHECKING:
+    from minidecode.kernels.check import CheckReport
+    from minidecode.kernels.registry import Gemv
+
+# Failing cases printed for one kernel: enough to see the pattern.
+MOST_FAILURES = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="kernels and engines, and which run here")
+    listing.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    checking = actions.add_parser("check", help="is a kernel right on the inputs that break them")
+    checking.add_argument(
+        "kernel",
+        nargs="+",
+        metavar="KERNEL",
+        help="name, file.cu or file.py:function; all is every kernel that runs here",
+    )
+    checking.add_argument("--dtype", choices=("fp16", "fp32"), help="default: all it has")
+    options.add_device(checking)
+    checking.add_argument("-v", "--verbose", action="store_true", help="print every case")
+    checking.add_argument("--json", action="store_true", help="a JSON list, one object a kernel")
+    options.add_quiet(checking)
+    building = actions.add_parser(
+        "build",
+        help="compile now what would be compiled on first use",
+        description="Compiles for the GPUs here, or for TORCH_CUDA_ARCH_LIST.",
+    )
+    building.add_argument(
+        "kernel", nargs="*", metavar="KERNEL", help="default: all of minidecode's own"
+    )
+    options.add_quiet(building)
+
+
+def run(args: argparse.Namespace) -> int:
+    actions: dict[str, Callable[[argparse.Namespace], int]] = {
+        "list": _list,
+        "check": _check,
+        "build": _build,
+    }
+    return actions[args.action](args)
+
+
+# --- list -----------------------------------------------------------------------------------------
+
+
+def _list(args: argparse.Namespace) -> int:
+    rows = _rows()
+    if args.json:
+        from minidecode.bench.device import environment
+        from minidecode.records import SCHEMA_VERSION
+
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "environment": environment(_some_device()).to_dict(),
+            "kernels": rows,
+        }
+        print(json.dumps(document))
+        return 0
+    notes: dict[str, int] = {}
+    lines = [("name", "engine", "dtypes", "here", "from", "what")]
+    for row in rows:
+        reason = row["unavailable"]
+        here = "yes" if reason is None else f"no [{notes.setdefault(reason, len(notes) + 1)}]"
+        dtypes = " ".join(row["dtypes"])
+        lines.append((row["name"], row["engine"], dtypes, here, row["from"], row["summary"]))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(padded).rstrip())
+    for reason, number in notes.items():
+        print(f"[{number}] {reason}")
+    return 0
+
+
+def _rows() -> list[dict[str, Any]]:
+    """One row for what `--kernel` takes: the engines, then every GEMV, which composes one."""
+    from minidecode.kernels import build, registry
+
+    gemvs = registry.gemvs()
+    engines = {
+        "fused": "the fastest: five kernels a layer, made for the decode step",
+        "torch": "plain torch operations, on the CPU too",
+    }
+    step = build.cuda_sources() / "step"
+    rows = [
+        {
+            "name": name,
+            "engine": name,
+            "dtypes": ["fp16"],
+            "from": _short(step if name == "fused" else gemvs[name].origin),
+            "summary": summary,
+            "unavailable": _cuda_problem() if name == "fused" else None,
+        }
+        for name, summary in engines.items()
+    ]
+    return rows + [
+        {
+            "name": gemv.name,
+            "engine": "composed",
+            "dtypes": list(gemv.dtypes),
+            "from": _short(gemv.origin),
+            "summary": gemv.summary,
+            "unavailable": gemv.unavailable(),
+        }
+        for gemv in gemvs.values()
+        if gemv.name not in engines
+    ]
+
+
+def _cuda_problem() -> str | None:
+    """Why no CUDA kernel can be compiled and run here; None when it can."""
+    from minidecode.kernels import build
+
+    try:
+        build.require_cuda_torch()
+        build.architectures()
+        build.find_toolkit()
+        build.host_compiler()
+    except MissingError as error:
+        return str(error)
+    return None
+
+
+def _short(path: Path) -> str:
+    """A path below the checkout, or below the folder that the package is installed in."""
+    import minidecode
+
+    root = Path(minidecode.__file__).resolve().parent.parent
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+
+
+def _some_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def _check(args: argparse.Namespace) -> int:
+    chosen = _chosen(args.kernel, "all")
+    from minidecode.kernels.check import check
+    from minidecode.loading import resolve_device
+
+    device = resolve_device(args.device)
+    everything = "all" in args.kernel
+    reports: list[CheckReport] = []
+    documents: list[dict[str, Any]] = []
+    with Progress(args.quiet) as progress:
+        for gemv in chosen:
+            problem = _problem(gemv, device.type, args.dtype)
+            if problem is not None:
+                if not everything:
+                    raise problem
+                _say(args, progress, f"{gemv.name}: not checked: {problem}")
+                continue
+            start = time.perf_counter()
+            progress(None, f"compiling {gemv.name}")
+            gemv.prepare()  # what cannot be built is no wrong kernel
+
+            def show(case: str, name: str = gemv.name) -> None:
+                progress(None, f"{name}: {case}")
+
+            report = check(gemv, device, dtypes=[args.dtype] if args.dtype else None, on_case=show)
+            reports.append(report)
+            documents.append(_document(report, args))
+            seconds = time.perf_counter() - start
+            _say(args, progress, *_lines(report, seconds, args.verbose))
+    if args.json:
+        print(json.dumps(documents))
+    failed = next((report for report in reports if not report.passed), None)
+    if failed is not None:
+        raise KernelWrongError(failed.summary())
+    if not reports:
+        raise MissingError(f"none of these kernels runs on {device.type} here")
+    return 0
+
+
+def _chosen(specs: list[str], all_word: str) -> list[Gemv]:
+    from minidecode.kernels import registry
+
+    if all_word in specs:
+        if len(specs) > 1:
+            raise UsageError(f"{all_word} stands alone")
+        return list(registry.gemvs().values())
+    return [registry.resolve(spec) for spec in specs]
+
+
+def _problem(gemv: Gemv, device: str, dtype: str | None) -> Exception | None:
+    """Why `gemv` cannot be checked on `device`, as the error to raise."""
+    if dtype is not None and dtype not in gemv.dtypes:
+        return UsageError(f"kernel {gemv.name} has no {dtype}, only {', '.join(gemv.dtypes)}")
+    if device not in gemv.devices:
+        wanted = " or ".join(gemv.devices)
+        return MissingError(f"kernel {gemv.name} needs a {wanted} device, and this is {device}")
+    reason = gemv.unavailable()
+    return None if reason is None else MissingError(f"kernel {gemv.name}: {reason}")
+
+
+def _document(report: CheckReport, args: argparse.Namespace) -> dict[str, Any]:
+    """The report as its record; nothing is gathered when it is not wanted."""
+    if not args.json:
+        return {}
+    import dataclasses
+
+    from minidecode.bench.device import environment
+    from minidecode.records import CheckCase, CheckResult
+
+    cases = tuple(CheckCase(**dataclasses.asdict(case)) for case in report.cases)
+    return CheckResult(
+        kernel=report.kernel,
+        device=report.device,
+        passed=report.passed,
+        cases=cases,
+        environment=environment(report.device),
+    ).to_dict()
+
+
+def _lines(report: CheckReport, seconds: float, verbose: bool) -> list[str]:
+    """What a person reads: one line for a kernel that passed, the failures of one that did not."""
+    shown = [case for case in report.cases if verbose or not case.passed]
+    if not verbose:
+        shown = shown[:MOST_FAILURES]
+    lines = []
+    for case in shown:
+        error = "" if case.rel_err is None else f" (relative error {case.rel_err:.1e})"
+        verdict = "ok" if case.passed else "WRONG"
+        lines.append(
+            f"  {verdict:5}  {case.label}{error}{': ' if case.message else ''}{case.message}"
+        )
+    failures = sum(not case.passed for case in report.cases)
+    if not verbose and failures > MOST_FAILURES:
+        lines.append(f"  … and {failures - MOST_FAILURES} more")
+    if failures:
+        return [f"{report.kernel}: WRONG in {failures} of {len(report.cases)} cases", *lines]
+    worst = max((case.rel_err or 0.0 for case in report.cases), default=0.0)
+    refused = sum(not case.supported for case in report.cases)
+    note = f", {refused} not supported" if refused else ""
+    return [
+        f"{report.kernel}: right in {len(report.cases) - refused} cases{note}"
+        f" (largest relative error {worst:.1e}, {seconds:.0f} s)",
+        *lines,
+    ]
+
+
+def _say(args: argparse.Namespace, progress: Progress, *lines: str) -> None:
+    if args.json:
+        return
+    progress.stop()
+    for line in lines:
+        print(line, flush=True)
+
+
+# --- build ----------------------------------------------------------------------------------------
+
+
+def _build(args: argparse.Namespace) -> int:
+    from minidecode.kernels import build
+
+    chosen = _chosen(args.kernel or ["all"], "all")
+    sources = [gemv.origin for gemv in chosen if gemv.function is None]
+    if not args.kernel:
+        sources += sorted((build.cuda_sources() / "step").glob("*.cu"))
+    python = [gemv for gemv in chosen if gemv.function is not None]
+    if args.kernel and python:
+        raise UsageError(f"{python[0].name} is a Python kernel: there is nothing to compile")
+    with Progress(args.quiet) as progress:
+        compiled: list[str] = []
+
+        def on_build(kernel: str, phase: str) -> None:
+            if phase == "done":
+                compiled.append(kernel)
+            elif phase in ("compiling", "waiting"):
+                share = len(compiled) / max(1, len(sources))
+                progress(
+                    share, f"{phase} {kernel}" if phase == "compiling" else f"waiting: {kernel}"
+                )
+
+        build.on_build = on_build
+        try:
+            build.build_many(sources)
+        finally:
+            build.on_build = None
+    ready = len(sources) - len(compiled)
+    print(
+        f"compiled {len(compiled)} kernels in {build.build_seconds():.1f} s"
+        f"{f', {ready} were ready' if ready else ''}: {build.kernel_cache()}"
+    )
+    return 0
