@@ -293,19 +293,18 @@ class _Runner:
                 )
             return
         ran = [(case.n, case.k) for case in done]
-        usual = (
-            USUAL_SHAPE if USUAL_SHAPE in ran else min(ran, key=lambda shape: shape[0] * shape[1])
+        usual = USUAL_SHAPE if USUAL_SHAPE in ran else min(ran, key=math.prod)
+        steps: tuple[Callable[[str, tuple[int, int]], None], ...] = (
+            self._magnitudes,
+            self._fresh,
+            self._streams,
+            self._after_timing,
         )
-        for step in (
-            lambda: self._unaligned(dtype, shapes),
-            lambda: self._magnitudes(dtype, usual),
-            lambda: self._fresh(dtype, usual),
-            lambda: self._streams(dtype, usual),
-            lambda: self._after_timing(dtype, usual),
-        ):
-            step()
+        self._unaligned(dtype, shapes)
+        for step in steps:
             if self.over:
                 return
+            step(dtype, usual)
 
     def _sweep(
         self, shapes: Sequence[tuple[int, int]] | None
