@@ -1,0 +1,42 @@
+"""What all tests share: the `gpu` marker, hypothesis' settings, the example model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# What a developer has set must not decide what is tested.
+for _name in ("MINIDECODE_KERNEL", "MINIDECODE_DEVICE", "MINIDECODE_DEBUG"):
+    os.environ.pop(_name, None)
+
+# A busy machine is no failure, and CI must not depend on chance.
+settings.register_profile("minidecode", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("minidecode")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session")
+def example_dir() -> Path:
+    """The example model's directory; fetched once into the normal cache."""
+    from minidecode import example
+    from minidecode.errors import MinidecodeError
+
+    try:
+        return example.ensure()
+    except MinidecodeError as error:
+        if "CI" in os.environ:
+            raise
+        pytest.skip(f"no example model: {error}")
