@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from minidecode.bench import device
     from minidecode.cache import cache_dir
-    from minidecode.decode import resolve_device
+    from minidecode.loading import resolve_device
     from minidecode.records import SCHEMA_VERSION
 
     chosen = resolve_device(args.device)

@@ -6,11 +6,11 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from minidecode.cli import INTERRUPTED, options
 from minidecode.cli.progress import Progress
@@ -84,13 +84,16 @@ def run(args: argparse.Namespace) -> int:
     context = () if args.chat else ids
     writer = _Writer(text, context, stops, stream=not (args.no_stream or args.json))
     eos = frozenset() if args.ignore_eos or text is None else text.eos_token_ids()
-    tokens = decoder.generate(ids, args.max_new_tokens, sampling, eos)
+    tokens = cast(
+        "Generator[int, None, None]",
+        decoder.generate(ids, args.max_new_tokens, sampling, eos),
+    )
     with _interruptible(writer) as interrupted, closing(tokens):
         for token in tokens:
             if writer.push(token) or interrupted():
                 break
     writer.finish()
-    result = _result(args.model, decoder, writer, interrupted())
+    result = _result(options.model_name(args.model), decoder, writer, interrupted())
     if args.json:
         print(json.dumps(result.to_dict(), allow_nan=False))
     else:
@@ -216,11 +219,12 @@ def _result(model: str, decoder: Decoder, writer: _Writer, interrupted: bool) ->
     from minidecode.records import GenerateResult, gb_per_s, percent
 
     last = decoder.last
+    assert last is not None  # the token loop is over
     try:
         read_bw = device.read_bandwidth(decoder.device)
     except MinidecodeError:  # the text is there, and worth more than a percentage
         read_bw = None
-    speed = gb_per_s(last.bytes_per_token, last.step_us)
+    speed = gb_per_s(last.bytes_per_token or 0.0, last.step_us)
     return GenerateResult(
         text=writer.text,
         token_ids=tuple(writer.ids),
@@ -247,7 +251,10 @@ def _result(model: str, decoder: Decoder, writer: _Writer, interrupted: bool) ->
 
 def _statistics(result: GenerateResult) -> str:
     """Four lines for a person."""
-    peak = result.peak_memory_bytes
+    peak, share, step_us = result.peak_memory_bytes, result.pct_read_bw, result.step_us
+    speed = _amount(result.gb_s, "GB/s")
+    if share is not None:
+        speed += f", {_amount(share, '%')} of the {_amount(result.read_bw_gb_s, 'GB/s')} measured"
     rows = [
         (
             "load",
@@ -258,15 +265,14 @@ def _statistics(result: GenerateResult) -> str:
         ),
         (
             "decode",
-            f"{_number(result.decode_tok_s)} tokens/s",
-            f"{_time(result.step_us and result.step_us * 1e-6)} a token",
-            f"{_number(result.gb_s)} GB/s, {_number(result.pct_read_bw)} % of"
-            f" {_number(result.read_bw_gb_s)} measured",
+            _amount(result.decode_tok_s, "tokens/s"),
+            f"{_time(None if step_us is None else step_us / 1e6)} a token",
+            speed,
         ),
         (
             "tokens",
             f"{result.n_gen}, then {result.stop_reason}",
-            f"peak memory {_number(peak and peak / 1e9)} GB",
+            f"peak memory {_amount(None if peak is None else peak / 1e9, 'GB')}",
             f"last logits {result.logits_hash or '–'}",
         ),
         ("kernel", f"{result.kernel} ({result.engine})", result.model, result.environment.hardware),
@@ -274,17 +280,19 @@ def _statistics(result: GenerateResult) -> str:
     return "\n".join(f"{name:<8}{'   '.join(parts)}" for name, *parts in rows)
 
 
-def _number(value: float | None) -> str:
-    """Three digits or so; – for what could not be measured."""
+def _amount(value: float | None, unit: str) -> str:
+    """Three digits or so, and the unit; – for what could not be measured."""
     if value is None:
         return "–"
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:.{digits}f} {unit}"
 
 
 def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
+    """In s, ms or µs, whichever gives a number from 1 up; no seconds at all are 0."""
+    if not seconds:
+        return "–" if seconds is None else "0 s"
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if seconds * scale >= 1:
-            return f"{_number(seconds * scale)} {unit}"
-    return f"{_number(seconds * 1e6)} µs"
+            return _amount(seconds * scale, unit)
+    return _amount(seconds * 1e6, "µs")

@@ -47,7 +47,7 @@ def check_kernel(spec: str | None) -> None:
 
 def check_device(name: str) -> None:
     """MissingError for a GPU that is not there: known before a model is fetched or read."""
-    from minidecode.decode import resolve_device
+    from minidecode.loading import resolve_device
 
     resolve_device(name)
 
@@ -59,6 +59,11 @@ def find_model(args: argparse.Namespace, progress: Progress) -> Path | None:
     if args.model.startswith(SYNTHETIC):
         return None
     return resolve_model(args.model, progress if progress.visible else None)
+
+
+def model_name(spec: str) -> str:
+    """What results call a model: the last part of a directory's path, else what was asked for."""
+    return Path(spec).expanduser().resolve().name if os.path.isdir(spec) else spec
 
 
 def load(args: argparse.Namespace, progress: Progress, directory: Path | None = None) -> Decoder:
