@@ -118,8 +118,8 @@ def _load(kind: Any, value: Any, where: str) -> Any:
 
 
 def gb_per_s(n_bytes: float, us: float | None) -> float | None:
-    """`n_bytes` in `us` microseconds, in 1e9 bytes a second; None without a time to divide by."""
-    return n_bytes / us / 1e3 if us else None
+    """`n_bytes` in `us` microseconds, in 1e9 bytes a second; None without bytes or a time."""
+    return n_bytes / us / 1e3 if us and n_bytes else None
 
 
 def percent(part: float | None, whole: float | None) -> float | None:

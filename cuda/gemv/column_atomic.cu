@@ -1,7 +1,7 @@
 // One thread a column: coalesced reads, but every column adds to the same outputs with atomicAdd.
-#include <minidecode/abi.cuh>
-#include <minidecode/launch.cuh>
-#include <minidecode/load.cuh>
+#include "minidecode/abi.cuh"
+#include "minidecode/launch.cuh"
+#include "minidecode/load.cuh"
 
 namespace {
 

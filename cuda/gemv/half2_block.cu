@@ -1,8 +1,8 @@
 // One block of 256 a row, half2 loads, FP32 sums, shuffle then shared-memory reduce (llama.cpp's).
-#include <minidecode/abi.cuh>
-#include <minidecode/launch.cuh>
-#include <minidecode/load.cuh>
-#include <minidecode/reduce.cuh>
+#include "minidecode/abi.cuh"
+#include "minidecode/launch.cuh"
+#include "minidecode/load.cuh"
+#include "minidecode/reduce.cuh"
 
 namespace {
 

@@ -1,7 +1,7 @@
 // One thread a row: simple, but neighbouring threads read a whole row apart.
-#include <minidecode/abi.cuh>
-#include <minidecode/launch.cuh>
-#include <minidecode/load.cuh>
+#include "minidecode/abi.cuh"
+#include "minidecode/launch.cuh"
+#include "minidecode/load.cuh"
 
 namespace {
 

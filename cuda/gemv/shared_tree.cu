@@ -1,7 +1,7 @@
 // One block a row: partial sums meet in shared memory, halved by a tree with a barrier a level.
-#include <minidecode/abi.cuh>
-#include <minidecode/launch.cuh>
-#include <minidecode/load.cuh>
+#include "minidecode/abi.cuh"
+#include "minidecode/launch.cuh"
+#include "minidecode/load.cuh"
 
 namespace {
 

@@ -1,8 +1,8 @@
 // One warp a row, eight rows a block: partial sums meet in registers through shuffles.
-#include <minidecode/abi.cuh>
-#include <minidecode/launch.cuh>
-#include <minidecode/load.cuh>
-#include <minidecode/reduce.cuh>
+#include "minidecode/abi.cuh"
+#include "minidecode/launch.cuh"
+#include "minidecode/load.cuh"
+#include "minidecode/reduce.cuh"
 
 namespace {
 

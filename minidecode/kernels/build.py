@@ -570,7 +570,8 @@ def _build(plan: BuildPlan, extension: Any, verbose: bool) -> None:
         loaded = ctypes.CDLL(str(library))
     except (RuntimeError, OSError) as error:
         _failures[plan.name] = attempt + 1
-        raise _explain(plan, str(error)) from error
+        # torch's loader keeps what the dynamic linker said as the cause.
+        raise _explain(plan, "\n".join(map(str, filter(None, (error, error.__cause__))))) from error
     except BaseException:
         _failures[plan.name] = attempt + 1
         raise
@@ -652,6 +653,7 @@ _ERROR_LINES = (
     # ptxas, nvlink, ld and nvcc without a place in the source
     re.compile(r"^(?P<text>(?:nvcc|ptxas|nvlink|cicc)\b.*?\b(?:fatal|error)\s*:.+)$"),
     re.compile(r"^(?:\S*/)?ld: (?P<text>(?:cannot find|.*undefined reference).+)$"),
+    re.compile(r"^/.*\.so: (?P<text>undefined symbol: .+)$"),
 )
 
 

@@ -9,10 +9,6 @@
 
 namespace minidecode {
 
-#if defined(MINIDECODE_HOST_SHIM) || !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#define MINIDECODE_HAS_BULK_COPY 1
-#endif
-
 #if defined(MINIDECODE_HOST_SHIM)
 
 __device__ inline void mbarrier_init(uint64_t* barrier, int) { *barrier = 0; }

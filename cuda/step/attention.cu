@@ -1,0 +1,395 @@
+// Attention of one token on tensor cores: q/k norm, RoPE, append to the cache, softmax, values.
+//
+// A block has up to eight query heads of one KV head, a warp 16 cached positions at a time. Each
+// thread loads K and V in 16-byte pieces straight into the layout that the tensor cores want: the
+// order of the dims within a dot product is free, so a piece of eight dims serves as it came.
+// Scores and softmax are FP32. Positions are dealt out to the warps of `splits` blocks, which form
+// a cluster and combine through distributed shared memory (flash-decoding: Dao et al., 2023).
+#include "minidecode/abi.cuh"
+#include "minidecode/attention.cuh"
+#include "minidecode/cluster.cuh"
+#include "minidecode/launch.cuh"
+#include "minidecode/load.cuh"
+#include "minidecode/mma.cuh"
+#include "minidecode/reduce.cuh"
+
+namespace minidecode {
+namespace {
+
+constexpr int kHeads = 8;  // query heads of a block
+constexpr int kKeys = 16;  // positions of a warp's tile
+
+// One row of this step's q or k, normalised and rotated by a warp, or of v as it is. A lane has the
+// pairs (lane + 32 i, the same + head_dim / 2); cs and gain are theirs.
+template <int PAIRS>
+__device__ __forceinline__ void make_row(half* target, const half* source,
+                                         const float2 (&cs)[PAIRS], const float2 (&gain)[PAIRS],
+                                         bool normalise, bool rotate, int head_dim, float eps) {
+  const int lane = threadIdx.x % kWarp, half_dim = head_dim / 2;
+  float low[PAIRS] = {}, high[PAIRS] = {};
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    const int pair = lane + kWarp * i;
+    if (pair < half_dim) {
+      low[i] = __half2float(__ldcg(source + pair));
+      high[i] = __half2float(__ldcg(source + pair + half_dim));
+    }
+    squares += low[i] * low[i] + high[i] * high[i];
+  }
+  const float rms = normalise ? rsqrtf(warp_sum(squares) / head_dim + eps) : 1.0f;
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    const int pair = lane + kWarp * i;
+    if (pair >= half_dim) continue;
+    float x = low[i], y = high[i];
+    if (normalise) {
+      // As the reference does: rounded to FP16 before the rotation.
+      x = __half2float(__float2half_rn(x * rms * gain[i].x));
+      y = __half2float(__float2half_rn(y * rms * gain[i].y));
+    }
+    target[pair] = __float2half_rn(rotate ? x * cs[i].x - y * cs[i].y : x);
+    target[pair + half_dim] = __float2half_rn(rotate ? y * cs[i].x + x * cs[i].y : y);
+  }
+}
+
+template <int PAIRS>
+__device__ __forceinline__ void load_gain(float2 (&gain)[PAIRS], const half* norm, int head_dim) {
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    const int pair = threadIdx.x % kWarp + kWarp * i;
+    const bool there = norm != nullptr && pair < head_dim / 2;
+    gain[i].x = there ? __half2float(norm[pair]) : 1.0f;
+    gain[i].y = there ? __half2float(norm[pair + head_dim / 2]) : 1.0f;
+  }
+}
+
+__device__ __forceinline__ uint32_t word(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// HEAD_DIM: head_dim rounded up to 64 or 128. TILES: tiles of 16 positions a warp has in flight.
+template <int HEAD_DIM, int WARPS, int TILES, bool CLUSTER>
+__global__ void __launch_bounds__(WARPS* kWarp) attend(const Attention a) {
+  constexpr int kPieces = HEAD_DIM / 32;    // 16-byte pieces of a K row for one lane
+  constexpr int kSpans = HEAD_DIM / 64;     // 16-byte pieces of a V row for one lane
+  constexpr int kPairs = HEAD_DIM / 64;     // rotated pairs of a row for one lane
+  constexpr int kRowStride = HEAD_DIM + 8;  // keeps eight rows in different banks
+  extern __shared__ __align__(16) float shared[];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
+  const int per_kv = a.heads / a.kv_heads, groups = (per_kv + kHeads - 1) / kHeads;
+  const int kv = blockIdx.x / groups, group = blockIdx.x % groups, split = blockIdx.y;
+  const int first_head = kv * per_kv + group * kHeads;
+  const int heads = min(kHeads, per_kv - group * kHeads);
+  const int head_dim = a.head_dim;
+
+  const Seen seen = seen_by(a);
+  const half* keys = a.keys + static_cast<size_t>(kv) * a.capacity * head_dim;
+  const half* values = a.values + static_cast<size_t>(kv) * a.capacity * head_dim;
+  const float2* rope = a.rope + static_cast<size_t>(seen.last) * (head_dim / 2);
+  const int stride = a.splits * WARPS * TILES * kKeys;
+
+  uint4 k[TILES][2][kPieces];  // positions g and g + 8 of a tile
+  uint4 v[TILES][4][kSpans];   // positions 2t, 2t + 1, 2t + 8, 2t + 9
+  auto position_of_value = [&](int base, int i) { return base + 2 * t + (i & 1) + (i / 2) * 8; };
+  auto load_keys = [&](int base) {
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int p = base + tile * kKeys + i * 8 + g;
+#pragma unroll
+        for (int j = 0; j < kPieces; ++j) {
+          const int dim = 32 * j + 8 * t;
+          const bool there = p < seen.last && dim < head_dim;
+          k[tile][i][j] = there ? load_stream(keys + static_cast<size_t>(p) * head_dim + dim)
+                                : make_uint4(0, 0, 0, 0);
+        }
+      }
+    }
+  };
+  auto load_values = [&](int base) {
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int p = position_of_value(base + tile * kKeys, i);
+#pragma unroll
+        for (int m = 0; m < kSpans; ++m) {
+          const int dim = 64 * m + 8 * g;
+          const bool there = p < seen.last && dim < head_dim;
+          v[tile][i][m] = there ? load_stream(values + static_cast<size_t>(p) * head_dim + dim)
+                                : make_uint4(0, 0, 0, 0);
+        }
+      }
+    }
+  };
+
+  // Old positions depend on nothing in this step: they are on their way before the wait. So are
+  // the angles of this position and the norms' weights.
+  int base = seen.first + (split * WARPS + warp) * TILES * kKeys;
+  load_keys(base);
+  load_values(base);
+  float2 cs[kPairs], q_gain[kPairs], k_gain[kPairs];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const int pair = lane + kWarp * i;
+    cs[i] = pair < head_dim / 2 ? __ldg(rope + pair) : make_float2(1.0f, 0.0f);
+  }
+  load_gain(q_gain, a.q_norm, head_dim);
+  load_gain(k_gain, a.k_norm, head_dim);
+  pdl_trigger();
+  pdl_wait();
+
+  // This step's rows: q of `heads` heads, then k, then v.
+  __shared__ __align__(16) half rows[kHeads + 2][kRowStride];
+  for (int r = warp; r < heads + 2; r += WARPS) {
+    const int source = r < heads ? first_head + r : a.heads + (r == heads ? 0 : a.kv_heads) + kv;
+    const half* norm = r < heads ? a.q_norm : r == heads ? a.k_norm : nullptr;
+    float2 gain[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) gain[i] = r < heads ? q_gain[i] : k_gain[i];
+    make_row(rows[r], a.qkv + static_cast<size_t>(source) * head_dim, cs, gain, norm != nullptr,
+             r <= heads, head_dim, a.eps);
+  }
+  __syncthreads();
+  if (split == 0 && group == 0) {
+    const size_t row = (static_cast<size_t>(kv) * a.capacity + seen.last) * head_dim;
+    for (int dim = threadIdx.x; dim < head_dim; dim += WARPS * kWarp) {
+      a.keys[row + dim] = rows[heads][dim];
+      a.values[row + dim] = rows[heads + 1][dim];
+    }
+  }
+  auto piece = [&](int r, int dim) {
+    return dim < head_dim ? *reinterpret_cast<const uint4*>(&rows[r][dim]) : make_uint4(0, 0, 0, 0);
+  };
+  uint4 q[kPieces];
+#pragma unroll
+  for (int j = 0; j < kPieces; ++j) {
+    q[j] = g < heads ? piece(g, 32 * j + 8 * t) : make_uint4(0, 0, 0, 0);
+  }
+
+  const float scale = rsqrtf(static_cast<float>(head_dim)) * 1.4426950408889634f;  // for exp2
+  float greatest = -INFINITY, total = 0.0f;  // of head g, over this lane's positions
+  float out[kSpans][8][2] = {};              // dims 64 m + 16 t + 8 c + i of head g: [m][i][c]
+  for (; base <= seen.last; base += stride) {
+    if (base + TILES * kKeys > seen.last) {
+      // This warp has the newest position, which is not in the cache yet.
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        const int tile_base = base + tile * kKeys;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (tile_base + i * 8 + g != seen.last) continue;
+#pragma unroll
+          for (int j = 0; j < kPieces; ++j) k[tile][i][j] = piece(heads, 32 * j + 8 * t);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (position_of_value(tile_base, i) != seen.last) continue;
+#pragma unroll
+          for (int m = 0; m < kSpans; ++m) v[tile][i][m] = piece(heads + 1, 64 * m + 8 * g);
+        }
+      }
+    }
+
+    float score[TILES][2][2];  // positions 8 i + 2t + c of a tile: [tile][i][c]
+    float top = greatest;
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float s0 = 0.0f, s1 = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kPieces; ++j) {
+          mma_8x8x16(s0, s1, q[j].x, q[j].y, k[tile][i][j].x, k[tile][i][j].y);
+          mma_8x8x16(s0, s1, q[j].z, q[j].w, k[tile][i][j].z, k[tile][i][j].w);
+        }
+        const int p = base + tile * kKeys + i * 8 + 2 * t;
+        score[tile][i][0] = p <= seen.last ? s0 * scale : -INFINITY;
+        score[tile][i][1] = p + 1 <= seen.last ? s1 * scale : -INFINITY;
+        top = fmaxf(top, fmaxf(score[tile][i][0], score[tile][i][1]));
+      }
+    }
+    load_keys(base + stride);
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
+    const float shrink = exp2f(greatest - top);
+    greatest = top;
+    total *= shrink;
+#pragma unroll
+    for (int m = 0; m < kSpans; ++m) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        out[m][i][0] *= shrink;
+        out[m][i][1] *= shrink;
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+      uint32_t p[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float p0 = exp2f(score[tile][i][0] - top), p1 = exp2f(score[tile][i][1] - top);
+        total += p0 + p1;
+        p[i] = pack_half2(p0, p1);
+      }
+#pragma unroll
+      for (int m = 0; m < kSpans; ++m) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const unsigned pick = i % 2 == 0 ? 0x5410u : 0x7632u;  // low or high halves of two words
+          const uint32_t b0 =
+              __byte_perm(word(v[tile][0][m], i / 2), word(v[tile][1][m], i / 2), pick);
+          const uint32_t b1 =
+              __byte_perm(word(v[tile][2][m], i / 2), word(v[tile][3][m], i / 2), pick);
+          mma_8x8x16(out[m][i][0], out[m][i][1], p[0], p[1], b0, b1);
+        }
+      }
+    }
+    load_values(base + stride);
+  }
+  total += __shfl_xor_sync(kFullMask, total, 1);
+  total += __shfl_xor_sync(kFullMask, total, 2);
+
+  // Warps of the block, then blocks of the cluster: weights exp2(own maximum - overall maximum).
+  float* warp_out = shared;                               // [WARPS, heads, HEAD_DIM]
+  float* warp_top = warp_out + WARPS * heads * HEAD_DIM;  // [WARPS, heads]
+  float* warp_total = warp_top + WARPS * heads;           // [WARPS, heads]
+  float* block_out = warp_total + WARPS * heads;          // [heads, HEAD_DIM]
+  float* block_top = block_out + heads * HEAD_DIM;        // [heads]
+  float* block_total = block_top + heads;                 // [heads]
+  if (g < heads) {
+    float* target = warp_out + (warp * heads + g) * HEAD_DIM + 16 * t;
+#pragma unroll
+    for (int m = 0; m < kSpans; ++m) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) target[64 * m + 8 * c + i] = out[m][i][c];
+      }
+    }
+    if (t == 0) {
+      warp_top[warp * heads + g] = greatest;
+      warp_total[warp * heads + g] = total;
+    }
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < heads * HEAD_DIM; e += WARPS * kWarp) {
+    const int h = e / HEAD_DIM, dim = e % HEAD_DIM;
+    float top = -INFINITY, sum = 0.0f, weighted = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, warp_top[w * heads + h]);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      // A block with no position at all has top = -inf and contributes nothing.
+      const float share = top == -INFINITY ? 0.0f : exp2f(warp_top[w * heads + h] - top);
+      sum += warp_total[w * heads + h] * share;
+      weighted += warp_out[(w * heads + h) * HEAD_DIM + dim] * share;
+    }
+    if (a.splits == 1) {
+      if (dim < head_dim) {
+        a.out[static_cast<size_t>(first_head + h) * head_dim + dim] =
+            __float2half_rn(weighted / sum);
+      }
+    } else if (CLUSTER) {
+      block_out[e] = weighted;
+      if (dim == 0) {
+        block_top[h] = top;
+        block_total[h] = sum;
+      }
+    } else if (dim < head_dim) {
+      float* part =
+          a.scratch + static_cast<size_t>((first_head + h) * a.splits + split) * (head_dim + 2);
+      part[2 + dim] = weighted;
+      if (dim == 0) {
+        part[0] = top;
+        part[1] = sum;
+      }
+    }
+  }
+  if (!CLUSTER || a.splits == 1) return;
+
+  cluster_sync();
+  for (int e = split * WARPS * kWarp + threadIdx.x; e < heads * HEAD_DIM;
+       e += a.splits * WARPS * kWarp) {
+    const int h = e / HEAD_DIM, dim = e % HEAD_DIM;
+    float top = -INFINITY, sum = 0.0f, weighted = 0.0f;
+    for (int s = 0; s < a.splits; ++s) top = fmaxf(top, cluster_shared(block_top, s)[h]);
+    for (int s = 0; s < a.splits; ++s) {
+      const float share = exp2f(cluster_shared(block_top, s)[h] - top);
+      sum += cluster_shared(block_total, s)[h] * share;
+      weighted += cluster_shared(block_out, s)[e] * share;
+    }
+    if (dim < head_dim) {
+      a.out[static_cast<size_t>(first_head + h) * head_dim + dim] = __float2half_rn(weighted / sum);
+    }
+  }
+  cluster_sync();  // a block's shared memory is read until all are through
+}
+
+// Without clusters: one block a head joins what the splits left in `scratch`.
+__global__ void combine(const Attention a) {
+  pdl_trigger();
+  pdl_wait();
+  const int h = blockIdx.x, width = a.head_dim + 2;
+  const float* parts = a.scratch + static_cast<size_t>(h) * a.splits * width;  // [splits, width]
+  float top = -INFINITY;
+  for (int s = 0; s < a.splits; ++s) top = fmaxf(top, __ldcg(parts + s * width));
+  for (int dim = threadIdx.x; dim < a.head_dim; dim += blockDim.x) {
+    float sum = 0.0f, weighted = 0.0f;
+    for (int s = 0; s < a.splits; ++s) {
+      const float share = exp2f(__ldcg(parts + s * width) - top);
+      sum += __ldcg(parts + s * width + 1) * share;
+      weighted += __ldcg(parts + s * width + 2 + dim) * share;
+    }
+    a.out[static_cast<size_t>(h) * a.head_dim + dim] = __float2half_rn(weighted / sum);
+  }
+}
+
+template <int HEAD_DIM, int WARPS, int TILES>
+cudaError_t launch_attention(const Attention& a, bool cluster, cudaStream_t stream) {
+  const int per_kv = a.heads / a.kv_heads, groups = (per_kv + kHeads - 1) / kHeads;
+  const int heads = per_kv < kHeads ? per_kv : kHeads;
+  LaunchShape shape;
+  shape.grid = dim3(a.kv_heads * groups, a.splits);
+  shape.block = dim3(WARPS * kWarp);
+  shape.shared_bytes = (WARPS + 1) * heads * (HEAD_DIM + 2) * static_cast<int>(sizeof(float));
+  if (cluster) {
+    shape.cluster = a.splits;
+    return launch(attend<HEAD_DIM, WARPS, TILES, true>, shape, Pdl::kOn, stream, a);
+  }
+  const cudaError_t status =
+      launch(attend<HEAD_DIM, WARPS, TILES, false>, shape, Pdl::kOn, stream, a);
+  if (status != cudaSuccess || a.splits == 1) return status;
+  return launch(combine, {dim3(a.heads), dim3(HEAD_DIM)}, Pdl::kOn, stream, a);
+}
+
+}  // namespace
+}  // namespace minidecode
+
+// head_dim: a multiple of 16 up to 128. `warps` is 4, 8 or 16. With `cluster` the splits, up to 16,
+// are one cluster (sm_90); without it they meet in `scratch`.
+MINIDECODE_EXPORT cudaError_t minidecode_attention(const minidecode::Attention* args, int warps,
+                                                   int cluster, cudaStream_t stream) {
+  using namespace minidecode;
+  const Attention& a = *args;
+  if (a.head_dim % 16 != 0 || a.head_dim < 16 || a.head_dim > 128 || a.heads % a.kv_heads != 0) {
+    return cudaErrorNotSupported;
+  }
+  if (cluster != 0 && (a.splits > 16 || !has_pdl())) return cudaErrorNotSupported;
+  const bool wide = a.head_dim > 64, joined = cluster != 0;
+  switch (warps) {
+    case 4:
+      return wide ? launch_attention<128, 4, 1>(a, joined, stream)
+                  : launch_attention<64, 4, 2>(a, joined, stream);
+    case 8:
+      return wide ? launch_attention<128, 8, 1>(a, joined, stream)
+                  : launch_attention<64, 8, 2>(a, joined, stream);
+    case 16:
+      // Sixteen warps of the wide kernel would not fit the register file.
+      return wide ? cudaErrorNotSupported : launch_attention<64, 16, 1>(a, joined, stream);
+    default:
+      return cudaErrorNotSupported;
+  }
+}

@@ -1,0 +1,9 @@
+// Final RMSNorm and head: FP32 logits and the greatest of them.
+#include "minidecode/abi.cuh"
+#include "minidecode/fused_linear.cuh"
+
+MINIDECODE_EXPORT cudaError_t minidecode_fused_linear(const minidecode::FusedLinear* args, int tile,
+                                                      cudaStream_t stream) {
+  using namespace minidecode;
+  return run_fused_linear<Epilogue::kLogits, true, MINIDECODE_TILES>(args, tile, stream);
+}

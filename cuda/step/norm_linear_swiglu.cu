@@ -1,0 +1,9 @@
+// RMSNorm, gate and up projection, SwiGLU.
+#include "minidecode/abi.cuh"
+#include "minidecode/fused_linear.cuh"
+
+MINIDECODE_EXPORT cudaError_t minidecode_fused_linear(const minidecode::FusedLinear* args, int tile,
+                                                      cudaStream_t stream) {
+  using namespace minidecode;
+  return run_fused_linear<Epilogue::kSwiglu, true, MINIDECODE_TILES>(args, tile, stream);
+}

@@ -1,0 +1,152 @@
+"""How numbers and names look, whatever the format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minidecode.records import Environment, GemvRow, GpuState, LayerReport, LayerRow, Run
+
+NONE = "–"
+
+# What a share above 100 % gets instead of being shown without a word, and what it says.
+ABOVE = "*"
+ABOVE_LAYERS = (
+    "above 100 %: reading began while the op before still ran, or a cache served part of it"
+)
+ABOVE_RUNS = "above the measured read ceiling: a cache served part of it"
+ABOVE_GEMV = "above 100 %: faster than our pure read of the same bytes"
+CACHED = "cache"
+CACHED_NOTE = "cache: faster than memory can be read, the weights came out of a cache"
+
+
+def numbers(
+    values: Sequence[float | None], *, signed: bool = False, digits: int | None = None
+) -> list[str]:
+    """A column with the same decimals for all, as many as its largest value leaves room for."""
+    if digits is None:
+        largest = max((abs(value) for value in values if value is not None), default=0.0)
+        digits = 2 if largest < 1_000 else 1 if largest < 100_000 else 0
+    sign = "+" if signed else ""
+    return [NONE if value is None else f"{value:{sign},.{digits}f}" for value in values]
+
+
+def number(value: float | None, digits: int | None = None, *, signed: bool = False) -> str:
+    """One value as `numbers` writes it."""
+    return numbers([value], digits=digits, signed=signed)[0]
+
+
+def is_above(pct: float | None) -> bool:
+    """Whether a share is above 100 % as it will be shown, with one decimal."""
+    return pct is not None and round(pct, 1) > 100.0
+
+
+def share(pct: float | None) -> str:
+    """A share in per cent with one decimal, marked when it is above 100."""
+    return NONE if pct is None else f"{pct:.1f}{ABOVE if is_above(pct) else ''}"
+
+
+def gemv_share(row: GemvRow) -> str:
+    """A kernel's share of a pure read; "cache" when the result is above what memory gives."""
+    return CACHED if row.served_from_cache else share(row.pct_of_read)
+
+
+def size(n_bytes: float) -> str:
+    """Bytes in B, kB, MB or GB (powers of 1000, as in GB/s)."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= factor:
+            value = n_bytes / factor
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def binary_size(n_bytes: float) -> str:
+    """Bytes in MiB or GiB, as llama-bench shows a model's size."""
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.2f} MiB"
+
+
+def count(n: float) -> str:
+    """A number of parameters in M or B, as llama-bench shows it."""
+    return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
+
+
+def shape(sizes: Sequence[int]) -> str:
+    """(3072, 2048) as 3072 × 2048."""
+    return " × ".join(str(size) for size in sizes) or NONE
+
+
+def rate(run: Run) -> str:
+    """Tokens a second of a run as mean ± standard deviation."""
+    return f"{run.avg_ts:.2f} ± {run.stddev_ts:.2f}"
+
+
+def op_in_layer(row: LayerRow) -> str:
+    """The op's name without its layer: `mlp.down` of `layers.3.mlp.down`."""
+    prefix = f"layers.{row.layer}."
+    return row.name.removeprefix(prefix) if row.layer is not None else row.name
+
+
+def tokens_per_s(step_us: float) -> float:
+    """Tokens a second that a step of `step_us` allows."""
+    return 1e6 / step_us
+
+
+def with_engine(report: LayerReport) -> str:
+    """The kernel, and the engine it runs in where its name does not say that."""
+    if report.kernel == report.engine:
+        return report.kernel
+    return f"{report.kernel} ({report.engine})"
+
+
+def ceiling(report: LayerReport) -> str:
+    """The read ceiling in words."""
+    if report.read_bw_gb_s is None:
+        return "read ceiling not measured"
+    return f"read ceiling {report.read_bw_gb_s:,.0f} GB/s, measured"
+
+
+def state_change(before: GpuState, after: GpuState) -> str:
+    """Clocks and temperature before and after; "" when neither is known."""
+    if before == after == GpuState():
+        return ""
+    return f"before: {before.describe()}; after: {after.describe()}"
+
+
+def environment_items(env: Environment) -> list[tuple[str, str]]:
+    """Label and value of all that is known, in the order to show it."""
+    gpu = [
+        env.gpu,
+        f"compute capability {env.compute_capability}" if env.compute_capability else None,
+        f"{env.sm_count} SMs" if env.sm_count else None,
+        f"{size(env.gpu_memory_bytes)} memory" if env.gpu_memory_bytes else None,
+        f"L2 {env.l2_bytes / 2**20:.0f} MiB" if env.l2_bytes else None,
+    ]
+    cpu = [
+        env.cpu,
+        f"{env.cpu_cores} cores" if env.cpu_cores else None,
+        f"{env.cpu_threads} threads" if env.cpu_threads else None,
+        f"{size(env.memory_bytes)} memory" if env.memory_bytes else None,
+    ]
+    items = [
+        ("minidecode", _joined([env.minidecode, env.commit])),
+        ("time", env.time),
+        ("device", env.device),
+        ("GPU", _joined(gpu) if env.gpu else None),
+        ("clocks", env.state.describe() if env.gpu and env.state != GpuState() else None),
+        ("read bandwidth", f"{env.read_bw_gb_s:,.0f} GB/s" if env.read_bw_gb_s else None),
+        ("driver", env.driver),
+        ("CUDA", env.cuda),
+        ("nvcc", env.nvcc),
+        ("CPU", _joined(cpu)),
+        ("OS", env.os),
+        ("Python", env.python),
+        ("torch", env.torch),
+        ("transformers", env.transformers),
+        ("safetensors", env.safetensors),
+        ("triton", env.triton),
+        ("numpy", env.numpy),
+    ]
+    return [(label, value) for label, value in items if value]
+
+
+def _joined(parts: Sequence[str | None]) -> str:
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,376 @@
+"""Tables for a terminal, 80 columns wide. With `plain` they carry no colour (NO_COLOR, a file)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from minidecode.records import (
+    FASTER,
+    NO_DIFFERENCE,
+    ABResult,
+    CheckResult,
+    Environment,
+    GemvReport,
+    LayerReport,
+    Run,
+)
+from minidecode.report import _format
+from minidecode.report._format import NONE, number, numbers, share
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+WIDTH = 80
+_BAR = 9
+
+
+def _render(parts: Iterable[Any], *, plain: bool, width: int) -> str:
+    """`parts` (text, tables, "" for an empty line) below each other, no line wider than `width`."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=width,
+        color_system=None if plain else "standard",
+        force_terminal=not plain,
+        no_color=plain,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        legacy_windows=False,
+    )
+    for part in parts:
+        console.print(part)
+    lines: list[str] = []
+    for line in out.getvalue().splitlines():
+        if line.strip() or (lines and lines[-1]):
+            lines.append(line.rstrip())
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _table(columns: Sequence[str | tuple[str, str]]) -> Table:
+    """A quiet table; a column is a right-aligned title, or (title, "left")."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    for column in columns:
+        if isinstance(column, tuple):
+            table.add_column(column[0], overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _text(words: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(words, style=style)
+
+
+def _bar(pct: float | None) -> str:
+    """Up to 100 % as a bar of blocks, to an eighth of a character."""
+    if pct is None:
+        return ""
+    eighths = round(min(max(pct, 0.0), 100.0) / 100 * _BAR * 8)
+    return "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else "")
+
+
+# --- report ---------------------------------------------------------------------------------------
+
+
+def layers(
+    report: LayerReport, *, layers: bool = False, plain: bool = False, width: int = WIDTH
+) -> str:
+    """Totals by kind of op, the sum, the rest and the step; with `layers` a line an op first."""
+    parts: list[Any] = [
+        _text(_headline(report), "bold"),
+        _text(
+            f"{report.environment.hardware}; {_format.ceiling(report)}; {report.method}, "
+            f"{report.samples} samples",
+            "dim",
+        ),
+    ]
+    if layers:
+        parts.append(_rows_table(report))
+    parts.append(_kinds_table(report))
+    parts += [_text(line) for line in _step_lines(report)]
+    shares = [total.pct_read_bw for total in report.by_kind]
+    shares += [row.pct_read_bw for row in report.rows] if layers else []
+    if any(_format.is_above(pct) for pct in shares):
+        parts.append(_text(f"{_format.ABOVE} {_format.ABOVE_LAYERS}", "dim"))
+    return _render(parts, plain=plain, width=width)
+
+
+def _headline(report: LayerReport) -> str:
+    against = f" against {report.vs}" if report.vs else ""
+    return (
+        f"One decode step of {report.model} with {_format.with_engine(report)}{against}, "
+        f"{report.depth} tokens in the cache"
+    )
+
+
+def _step_lines(report: LayerReport) -> list[str]:
+    lines = [
+        f"step {number(report.step_us)} µs, {_format.tokens_per_s(report.step_us):,.1f} tokens/s, "
+        f"{number(report.gb_s, 0)} GB/s, {share(report.pct_read_bw)} % of the read ceiling"
+    ]
+    if report.vs and report.vs_step_us:
+        ratio = report.vs_step_us / report.step_us
+        lines.append(f"{report.vs}: step {number(report.vs_step_us)} µs, {ratio:.3f} times as long")
+    return lines
+
+
+def _kinds_table(report: LayerReport) -> Table:
+    totals = report.by_kind
+    compared = report.vs is not None
+    heads: list[str | tuple[str, str]] = [("op", "left"), "ops", "µs", "% step"]
+    heads += ["vs µs", "Δ µs"] if compared else ["bytes"]
+    heads += ["GB/s", "% read"]
+    # The other kernel's columns take the place of the bars.
+    heads += [] if compared else [("", "left")]
+    table = _table(heads)
+    us = numbers([*(t.us for t in totals), report.sum_us, report.unexplained_us, report.step_us])
+    digits = len(us[-1].partition(".")[2])
+    vs = numbers([t.vs_us for t in totals], digits=digits)
+    delta = numbers([t.delta_us for t in totals], signed=True, digits=digits)
+    for i, total in enumerate(totals):
+        middle = [vs[i], delta[i]] if compared else [_format.size(total.bytes)]
+        table.add_row(
+            total.name,
+            str(total.ops),
+            us[i],
+            share(total.pct_step),
+            *middle,
+            number(total.gb_s, 0),
+            share(total.pct_read_bw),
+            *([] if compared else [_text(_bar(total.pct_read_bw), "cyan")]),
+        )
+    table.add_section()
+    blank = ["", ""] if compared else [""]
+    vs_step = number(report.vs_step_us, digits)
+    change = None if report.vs_step_us is None else report.vs_step_us - report.step_us
+    step = [vs_step, number(change, digits, signed=True)]
+    table.add_row(
+        "sum",
+        str(len(report.rows)),
+        us[-3],
+        share(100.0 * report.sum_us / report.step_us),
+        *(blank if compared else [_format.size(report.bytes)]),
+    )
+    table.add_row("unexplained", "", us[-2], f"{report.unexplained_pct:.1f}", *blank)
+    table.add_row(
+        "step",
+        "",
+        us[-1],
+        "100.0",
+        *(step if compared else blank),
+        number(report.gb_s, 0),
+        share(report.pct_read_bw),
+        *([] if compared else [_text(_bar(report.pct_read_bw), "cyan")]),
+        style="bold",
+    )
+    return table
+
+
+def _rows_table(report: LayerReport) -> Table:
+    rows = report.rows
+    compared = report.vs is not None
+    heads: list[str | tuple[str, str]] = ["layer", ("op", "left"), "µs", "p95"]
+    heads += ["vs µs", "Δ µs"] if compared else ["own", "alone"]
+    heads += ["bytes", "GB/s", "% read"]
+    table = _table(heads)
+    us = numbers([row.median_us for row in rows])
+    p95 = numbers([row.p95_us for row in rows])
+    if compared:
+        left = numbers([row.vs_us for row in rows])
+        right = numbers([row.delta_us for row in rows], signed=True)
+    else:
+        left = numbers([row.duration_us for row in rows])
+        right = numbers([row.alone_us for row in rows])
+    for i, row in enumerate(rows):
+        table.add_row(
+            "" if row.layer is None else str(row.layer),
+            _format.op_in_layer(row),
+            us[i],
+            p95[i],
+            left[i],
+            right[i],
+            _format.size(row.bytes),
+            number(row.gb_s, 0),
+            share(row.pct_read_bw),
+        )
+    return table
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+
+def runs(results: Sequence[Run], *, plain: bool = False, width: int = WIDTH) -> str:
+    """A line a test: tokens/s as mean ± standard deviation, GB/s, share of the ceiling."""
+    if not results:
+        return ""
+    table = _table([("model", "left"), ("kernel", "left"), "test", "tokens/s", "GB/s", "% read"])
+    for run in results:
+        table.add_row(
+            run.model_type,
+            run.kernel,
+            run.test,
+            _text(_format.rate(run), "bold"),
+            number(run.gb_s, 0),
+            share(run.pct_read_bw),
+        )
+    first = results[0]
+    line = f"{first.environment.hardware}, {len(first.samples_ns)} repeats"
+    if first.read_bw_gb_s is not None:
+        line += f", read ceiling {first.read_bw_gb_s:,.0f} GB/s, measured"
+    parts: list[Any] = [table, _text(line, "dim")]
+    if any(_format.is_above(run.pct_read_bw) for run in results):
+        parts.append(_text(f"{_format.ABOVE} {_format.ABOVE_RUNS}", "dim"))
+    return _render(parts, plain=plain, width=width)
+
+
+# --- ab -------------------------------------------------------------------------------------------
+
+
+def ab(result: ABResult, *, plain: bool = False, width: int = WIDTH) -> str:
+    """Both arms, the gate before and after, the noise floor, and the verdict last."""
+    arms = _table([("", "left"), ("kernel", "left"), "tokens/s", "step µs", "GB/s", "% read"])
+    steps = numbers([result.a.step_us, result.b.step_us])
+    for letter, arm, step in zip("AB", (result.a, result.b), steps, strict=True):
+        arms.add_row(
+            letter,
+            f"{arm.kernel} ({arm.engine})",
+            _text(f"{arm.tokens_s:,.1f}", "bold"),
+            step,
+            number(arm.gb_s, 0),
+            share(arm.pct_read_bw),
+        )
+    what = f", only {', '.join(result.only)} swapped" if result.only else ""
+    parts: list[Any] = [
+        _text(
+            f"{result.model} on {result.environment.hardware}, {result.depth} tokens in the "
+            f"cache, {result.rounds} pairs{what}",
+            "bold",
+        ),
+        _gates_table(result),
+        arms,
+    ]
+    noise = (
+        f"A against itself: ratio {result.noise_ratio:.3f} (95 % interval "
+        f"{result.noise_low:.3f}–{result.noise_high:.3f})"
+    )
+    if result.drift_pct is not None:
+        noise += f"; drift over the run {result.drift_pct:+.1f} %"
+    parts.append(_text(noise, "dim"))
+    change = _format.state_change(result.state_before, result.state_after)
+    if change:
+        parts.append(_text(change, "dim"))
+    if any(_format.is_above(arm.pct_read_bw) for arm in (result.a, result.b)):
+        parts.append(_text(f"{_format.ABOVE} {_format.ABOVE_RUNS}", "dim"))
+    colour = {FASTER: "green", NO_DIFFERENCE: "yellow"}.get(result.verdict, "red")
+    parts += ["", _text(result.sentence, f"bold {colour}")]
+    return _render(parts, plain=plain, width=width)
+
+
+def _gates_table(result: ABResult) -> Table:
+    table = _table(
+        [("gate", "left"), ("kernel", "left"), ("against", "left"), "error", "KL", "top-1", "right"]
+    )
+    for gate in result.gates:
+        table.add_row(
+            gate.when,
+            gate.kernel,
+            gate.against,
+            NONE if gate.rel_err is None else f"{gate.rel_err:.1e}",
+            NONE if gate.kl is None else f"{gate.kl:.1e}",
+            NONE if gate.top1_agreement is None else f"{100 * gate.top1_agreement:.1f} %",
+            _text("yes", "green") if gate.passed else _text(f"no: {gate.reason}", "red"),
+        )
+    return table
+
+
+# --- gemv, check, env -----------------------------------------------------------------------------
+
+
+def gemv(report: GemvReport, *, plain: bool = False, width: int = WIDTH) -> str:
+    """A line a kernel and shape, grouped by shape."""
+    table = _table(
+        [
+            ("n × k", "left"),
+            ("kernel", "left"),
+            "µs",
+            "GB/s",
+            "% read",
+            "/ cublas",
+            "occ.",
+            "error",
+        ]
+    )
+    groups: dict[tuple[int, int, str], list[int]] = {}
+    for i, row in enumerate(report.rows):
+        groups.setdefault((row.n, row.k, row.dtype), []).append(i)
+    us = numbers([row.median_us for row in report.rows])
+    notes = []
+    for (n, k, dtype), members in groups.items():
+        for place, i in enumerate(members):
+            row = report.rows[i]
+            table.add_row(
+                ("" if place > 1 else dtype if place else f"{n}×{k}"),
+                row.kernel,
+                us[i],
+                number(row.gb_s, 0),
+                _format.gemv_share(row),
+                number(row.vs_cublas, 2),
+                NONE if row.occupancy is None else f"{100 * row.occupancy:.0f}%",
+                NONE if row.rel_err is None else f"{row.rel_err:.0e}",
+            )
+            if row.reason:
+                notes.append(f"{row.kernel}: {row.reason}")
+        table.add_section()
+    if any(row.served_from_cache for row in report.rows):
+        notes.append(_format.CACHED_NOTE)
+    if any(_format.gemv_share(row).endswith(_format.ABOVE) for row in report.rows):
+        notes.append(f"{_format.ABOVE} {_format.ABOVE_GEMV}")
+    line = report.environment.hardware
+    if report.read_bw_gb_s is not None:
+        line += f", read ceiling {report.read_bw_gb_s:,.0f} GB/s, measured"
+    line += "; % read: of a pure read of the same bytes; / cublas: speed over cuBLAS's"
+    lines = [_text(note, "dim") for note in (line, *dict.fromkeys(notes))]
+    return _render([table, *lines], plain=plain, width=width)
+
+
+def check(result: CheckResult, *, plain: bool = False, width: int = WIDTH) -> str:
+    """The verdict, and the cases that failed; all of them when they passed are only counted."""
+    failed = [case for case in result.cases if not case.passed]
+    refused = sum(not case.supported for case in result.cases)
+    ran = len(result.cases) - refused
+    note = f", refused {refused} that it does not take" if refused else ""
+    if result.passed:
+        words, style = f"{result.kernel}: right in {ran} of {ran} cases{note}", "green"
+    else:
+        words, style = f"{result.kernel}: wrong in {len(failed)} of {ran} cases{note}", "red"
+    parts: list[Any] = [_text(words, style)]
+    if failed:
+        table = _table([("case", "left"), "n", "k", "dtype", "error", ("", "left")])
+        for case in failed:
+            error = NONE if case.rel_err is None else f"{case.rel_err:.1e}"
+            table.add_row(case.name, str(case.n), str(case.k), case.dtype, error, case.message)
+        parts.append(table)
+    return _render(parts, plain=plain, width=width)
+
+
+def environment(env: Environment, *, plain: bool = False, width: int = WIDTH) -> str:
+    """A line an item, for a bug report."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in _format.environment_items(env):
+        table.add_row(label, value)
+    return _render([table], plain=plain, width=width)
