@@ -13,8 +13,8 @@ make_venv() {
   }
   [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
   # First and by version: left to itself, pip would take the newest.
-  "$venv/bin/python" -m pip install --quiet torch==2.13.0 >&2
-  "$venv/bin/python" -m pip install --quiet --editable "$root[$1]" >&2
+  "$venv/bin/python" -m pip install -qq torch==2.13.0 >&2
+  "$venv/bin/python" -m pip install -qq --editable "$root[$1]" >&2
   rm -f "$venv/.$1-"*
   touch "$stamp"
 }
