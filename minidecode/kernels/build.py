@@ -570,8 +570,10 @@ def _build(plan: BuildPlan, extension: Any, verbose: bool) -> None:
         loaded = ctypes.CDLL(str(library))
     except (RuntimeError, OSError) as error:
         _failures[plan.name] = attempt + 1
-        # torch's loader keeps what the dynamic linker said as the cause.
-        raise _explain(plan, "\n".join(map(str, filter(None, (error, error.__cause__))))) from error
+        said = str(error)
+        if isinstance(error.__cause__, OSError):  # the dynamic linker's words, behind torch's
+            said += f"\n{error.__cause__}"
+        raise _explain(plan, said) from error
     except BaseException:
         _failures[plan.name] = attempt + 1
         raise
