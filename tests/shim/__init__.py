@@ -7,7 +7,7 @@
     status = library.call("minidecode_gemv", y, w, x, 3, 64, STREAM, late=[x])
 
 The `.cu` file is compiled by g++ against `include/` here and NVIDIA's own `cuda_fp16.h`; CUDA
-threads are fibers (`runtime.cpp`). `Runner.call` copies arrays to a subprocess, calls the
+threads are fibers (`scheduler.cpp`). `Runner.call` copies arrays to a subprocess, calls the
 `extern "C"` function there, copies what changed back into the same arrays and returns its status.
 Skip with `unavailable()`'s words where there is no g++, no libasan or no CUDA header.
 
@@ -178,7 +178,7 @@ def _runtime() -> Path:
     library = _cache() / f"libruntime-{_fixed_key().hex()[:16]}.so"
     if not library.exists():
         include = ("-isystem", str(_toolkit_include()))
-        _run_compiler([*RUNTIME_FLAGS, *include, HERE / "runtime.cpp"], library)
+        _run_compiler([*RUNTIME_FLAGS, *include, *sorted(HERE.glob("*.cpp"))], library)
     return library
 
 

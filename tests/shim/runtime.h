@@ -2,7 +2,7 @@
 //
 // One OS thread runs everything. Every CUDA thread is a fiber that runs until it has to wait (a
 // barrier, a warp operation whose partners have not arrived) and then hands over to another one.
-// Which one is chosen is adversarial on purpose: see `Order` in runtime.cpp.
+// Which one is chosen is adversarial on purpose: see `Order` in scheduler.cpp.
 #pragma once
 
 #include <cstddef>
