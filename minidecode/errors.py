@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class MinidecodeError(Exception):
-    """Something failed at run time: a model that is not there, a broken file, a kernel that could not run."""
+    """Something failed at run time: a model that is not there, a file that is broken."""
 
     exit_code = 1
 

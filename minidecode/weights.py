@@ -78,7 +78,7 @@ class Weights:
 
     @classmethod
     def random(cls, blueprint: Blueprint, device: torch.device) -> Weights:
-        """Random weights of the scale that keeps activations near 1: W ~ N(0, 1/k), norms near 1."""
+        """Random weights that keep activations near 1: W from N(0, 1 / k), norms near 1."""
         generator = torch.Generator(device=device).manual_seed(_RANDOM_SEED)
         weights = cls(blueprint, device)
         for parameter, tensor in weights._tensors.items():

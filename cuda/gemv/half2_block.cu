@@ -17,13 +17,15 @@ __device__ __forceinline__ float partial_dot(const half* __restrict__ w_row,  //
   if constexpr (VECTOR) {
     const half2* w_pairs = reinterpret_cast<const half2*>(w_row);  // [k / 2]
     const half2* x_pairs = reinterpret_cast<const half2*>(x);      // [k / 2]
+#pragma unroll 4
     for (int i = threadIdx.x; i < k / 2; i += kThreads) {
       const float2 wv = __half22float2(w_pairs[i]);
       const float2 xv = __half22float2(x_pairs[i]);
       sum += wv.x * xv.x + wv.y * xv.y;
     }
   } else {
-    for (size_t i = threadIdx.x; i < k; i += kThreads) {
+#pragma unroll 4
+    for (ptrdiff_t i = threadIdx.x; i < k; i += kThreads) {
       sum += __half2float(w_row[i]) * __half2float(x[i]);
     }
   }

@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(kThreads) gemv_shared_tree(T* __restrict__ y, 
   const int thread = threadIdx.x;
   const T* w_row = w + size_t{blockIdx.x} * k;  // [k]
   float sum = 0.0f;
-  for (size_t col = thread; col < k; col += kThreads) {
+#pragma unroll 4
+  for (ptrdiff_t col = thread; col < k; col += kThreads) {
     sum += minidecode::to_float(w_row[col]) * minidecode::to_float(x[col]);
   }
   sums[thread] = sum;

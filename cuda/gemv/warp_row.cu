@@ -19,7 +19,8 @@ __global__ void __launch_bounds__(kThreads) gemv_warp_row(T* __restrict__ y,    
   if (row >= n) return;
   const T* w_row = w + row * k;  // [k]
   float sum = 0.0f;
-  for (size_t col = lane; col < k; col += minidecode::kWarp) {
+#pragma unroll 4
+  for (ptrdiff_t col = lane; col < k; col += minidecode::kWarp) {
     sum += minidecode::to_float(w_row[col]) * minidecode::to_float(x[col]);
   }
   sum = minidecode::warp_sum(sum);

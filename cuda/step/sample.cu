@@ -97,7 +97,7 @@ __device__ unsigned threshold(int vocab, unsigned long long target, Score score,
   return prefix;
 }
 
-__global__ void __launch_bounds__(kThreads) sample(const Sample a) {
+__global__ void __launch_bounds__(kThreads, 1) sample(const Sample a) {
   __shared__ unsigned long long bins[kBins];
   __shared__ Best scratch[kThreads / kWarp];
   pdl_trigger();

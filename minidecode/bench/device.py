@@ -344,6 +344,7 @@ def _cuda_readers(buffer: torch.Tensor, n_bytes: int) -> list[timer.Call]:
     device = buffer.device
     sink = torch.empty(1, dtype=torch.float32, device=device)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
+    n_bytes = -(-n_bytes // 16) * 16  # the kernel reads 16 at a time
 
     def reader(blocks: int, threads: int) -> timer.Call:
         def read() -> None:

@@ -139,8 +139,9 @@ def build_plan(
 ) -> Plan:
     """The step of `blueprint` under `kernels`, for positions below `context` (all by default).
 
-    `sampled` picks by the state's sampling parameters instead of the greatest logit. Kernels are compiled and shapes checked here; nothing is launched. Raises MinidecodeError for
-    what cannot be built, with the op named.
+    `sampled` picks by the state's sampling parameters instead of the greatest logit. Kernels are
+    compiled and shapes checked here; nothing is launched. Raises MinidecodeError for what cannot
+    be built, with the op named.
     """
     limit = min(context or state.capacity, state.capacity)
     on_cpu = state.device.type == "cpu"
@@ -148,13 +149,16 @@ def build_plan(
         TorchHelpers(weights, state) if on_cpu else CudaHelpers(weights, state, limit)
     )
     composed = Composed(weights, state, helpers)
-    whole: Reference | Fused = (
-        Reference(weights, state) if kernels.engine == "torch" else Fused(weights, state, limit)
-    )
+    whole: Reference | Fused | None = None
+    if kernels.engine == "torch":
+        whole = Reference(weights, state)
+    elif kernels.engine == "fused":
+        fused = [s for _, s in blueprint.stages() if _swap_of(kernels, s) is None]
+        whole = Fused(fused, weights, state, limit)
     ops: list[Op] = []
     for layer, stage in blueprint.stages():
         gemv = _gemv_of(kernels, stage, whole)
-        if kernels.engine == "composed" or gemv is not None:
+        if whole is None or gemv is not None:
             ops += composed.ops(layer, stage, gemv)
         else:
             ops += composed.settle()
@@ -165,12 +169,15 @@ def build_plan(
     return Plan(kernels, tuple(ops))
 
 
-def _gemv_of(kernels: KernelSet, stage: Stage, whole: Reference | Fused) -> Gemv | None:
+def _swap_of(kernels: KernelSet, stage: Stage) -> Gemv | None:
+    return None if isinstance(stage, Attention) else kernels.swapped.get(stage.kind)
+
+
+def _gemv_of(kernels: KernelSet, stage: Stage, whole: Reference | Fused | None) -> Gemv | None:
     """The GEMV that composes a linear stage, or None where the engine's own op runs it."""
-    if isinstance(stage, Attention):
-        return None
-    if stage.kind in kernels.swapped:
-        return kernels.swapped[stage.kind]
-    if kernels.engine == "composed":
+    swapped = _swap_of(kernels, stage)
+    if swapped is not None or isinstance(stage, Attention):
+        return swapped
+    if whole is None:
         return kernels.gemv
     return None if whole.takes(stage) else registry.resolve(FALLBACK_GEMV)

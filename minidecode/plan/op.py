@@ -46,7 +46,6 @@ class Op:
         return self.weight_bytes + self.kv_bytes_per_pos * seen
 
 
-
 def stage_bytes(stage: NormLinear | LinearResidual) -> int:
     """Bytes of weight, bias and norm that a linear stage reads."""
     parts = (stage.weight, stage.bias, stage.norm if isinstance(stage, NormLinear) else None)

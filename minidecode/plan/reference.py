@@ -18,7 +18,6 @@ from minidecode.sampling import sample
 from minidecode.weights import Weights
 
 
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, statistics in FP32.
 
@@ -161,7 +160,6 @@ class TorchHelpers:
 
     def sample(self) -> None:
         """Nothing: `next_token` draws."""
-        return None
 
     def next_token(self, embedding: torch.Tensor) -> Launch:
         """Pick a token from state.logits and make it the next input."""

@@ -6,9 +6,12 @@ change while a State lives: CUDA graphs are captured over them.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from minidecode.config import ModelConfig
+from minidecode.kernels.step import SamplingParameters
 from minidecode.sampling import Sampling
 
 # Values of `State.out` that are no token.
@@ -55,6 +58,10 @@ class State:
         self.eos = torch.full((MAX_EOS,), PENDING, dtype=torch.int32, device=device)
         # Tokens that the repetition penalty applies to.
         self.seen = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
+        # SamplingParameters for the kernel: a captured graph serves every request.
+        self.sampling_parameters = torch.zeros(
+            ctypes.sizeof(SamplingParameters), dtype=torch.uint8, device=device
+        )
         self.set_sampling(Sampling())
         self.out = torch.full(
             (capacity,), PENDING, dtype=torch.int32, pin_memory=device.type == "cuda"
@@ -106,6 +113,15 @@ class State:
         """How `next_token` picks; starts its random numbers from the seed."""
         self.sampling = sampling
         self.generator = sampling.generator(self.device)
+        packed = SamplingParameters(
+            sampling.seed,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.repetition_penalty,
+            sampling.top_k,
+        )
+        self.sampling_parameters.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
 
 
 def rope_table(config: ModelConfig, device: torch.device, capacity: int) -> torch.Tensor:

@@ -16,7 +16,19 @@ _KINDS = {
     "head": "#aa3377",
 }
 _HELPERS = frozenset(
-    "norm rope kv_append residual swiglu bias embedding argmax sample next next_token".split()
+    {
+        "norm",
+        "rope",
+        "kv_append",
+        "residual",
+        "swiglu",
+        "bias",
+        "embedding",
+        "argmax",
+        "sample",
+        "next",
+        "next_token",
+    }
 )
 _OTHERS = ("#99712c", "#7a6fd0", "#3f9c8f", "#c2703d")
 

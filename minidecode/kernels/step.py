@@ -1,0 +1,356 @@
+"""The kernels of `cuda/step`, bound to tensors: each function gives a call that enqueues.
+
+Shapes, dtypes and devices are checked here once; a call takes the current stream and starts one
+kernel. The calls keep their tensors alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minidecode.errors import MinidecodeError
+from minidecode.kernels import build
+from minidecode.kernels.enqueue import enqueue
+from minidecode.kernels.tiles import Tile
+
+Launch = Callable[[], None]
+
+# The files with a fused linear layer, by what the layer does around W x.
+NORM_LINEAR = "norm_linear"
+LINEAR_RESIDUAL = "linear_residual"
+NORM_SWIGLU = "norm_linear_swiglu"
+NORM_LOGITS = "norm_linear_logits"
+
+# Largest head_dim of the tensor-core attention, and of the plain one.
+TENSOR_CORE_HEAD_DIM = 128
+# Query heads a block of the tensor-core attention has at most.
+_HEADS_PER_BLOCK = 8
+_MAX_CLUSTER = 16
+
+_pointer, _int, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+
+
+class _FusedLinear(ctypes.Structure):
+    _fields_ = (
+        ("y", _pointer),
+        ("w", _pointer),
+        ("x", _pointer),
+        ("norm", _pointer),
+        ("bias", _pointer),
+        ("logits", _pointer),
+        ("best", _pointer),
+        ("n", _int),
+        ("k", _int),
+        ("eps", _float),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        ("out", _pointer),
+        ("keys", _pointer),
+        ("values", _pointer),
+        ("qkv", _pointer),
+        ("q_norm", _pointer),
+        ("k_norm", _pointer),
+        ("rope", _pointer),
+        ("position", _pointer),
+        ("scratch", _pointer),
+        ("heads", _int),
+        ("kv_heads", _int),
+        ("head_dim", _int),
+        ("capacity", _int),
+        ("window", _int),
+        ("eps", _float),
+        ("splits", _int),
+    )
+
+
+class _NextToken(ctypes.Structure):
+    _fields_ = (
+        ("x", _pointer),
+        ("embedding", _pointer),
+        ("best", _pointer),
+        ("position", _pointer),
+        ("token", _pointer),
+        ("stopped", _pointer),
+        ("eos", _pointer),
+        ("seen", _pointer),
+        ("out", _pointer),
+        ("hidden", _int),
+        ("eos_count", _int),
+    )
+
+
+class _Sample(ctypes.Structure):
+    _fields_ = (
+        ("best", _pointer),
+        ("logits", _pointer),
+        ("seen", _pointer),
+        ("position", _pointer),
+        ("parameters", _pointer),
+        ("vocab", _int),
+    )
+
+
+class SamplingParameters(ctypes.Structure):
+    """What `sample.cu` reads from the device; see there."""
+
+    _fields_ = (
+        ("seed", ctypes.c_ulonglong),
+        ("temperature", _float),
+        ("top_p", _float),
+        ("min_p", _float),
+        ("repetition_penalty", _float),
+        ("top_k", _int),
+    )
+
+
+def rms_norm(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+) -> Launch:
+    """x += delta if there is one; out = x / rms(x) * weight. All FP16 [n]."""
+    held = _same(out, x, weight, *(() if delta is None else (delta,)))
+    arguments = (_p(out), _p(x), _p(delta), _p(weight), _int(out.numel()), _float(eps))
+    return _bound("helpers", "minidecode_rms_norm", arguments, held)
+
+
+def add(x: torch.Tensor, delta: torch.Tensor) -> Launch:
+    """x += delta, FP16 [n]."""
+    held = _same(x, delta)
+    return _bound("helpers", "minidecode_add", (_p(x), _p(delta), _int(x.numel())), held)
+
+
+def swiglu(out: torch.Tensor, gate_up: torch.Tensor) -> Launch:
+    """out[n] = silu(gate_up[:n]) * gate_up[n:], FP16."""
+    held = _contiguous(torch.float16, out, gate_up)
+    if gate_up.numel() != 2 * out.numel():
+        raise MinidecodeError(f"swiglu: {gate_up.numel()} inputs for {out.numel()} outputs")
+    arguments = (_p(out), _p(gate_up), _int(out.numel()))
+    return _bound("helpers", "minidecode_swiglu", arguments, held)
+
+
+def argmax(logits: torch.Tensor, best: torch.Tensor, head_out: torch.Tensor) -> Launch:
+    """logits FP32 [n] = head_out FP16 [n]; best INT64 [1] = the greatest and its token."""
+    held = (logits, best, *_contiguous(torch.float16, head_out))
+    arguments = (_p(logits), _p(best), _p(head_out), _int(head_out.numel()))
+    return _bound("helpers", "minidecode_argmax", arguments, held)
+
+
+def sample(
+    best: torch.Tensor,
+    logits: torch.Tensor,
+    seen: torch.Tensor,
+    position: torch.Tensor,
+    parameters: torch.Tensor,
+) -> Launch:
+    """best = a token drawn from FP32 logits [vocab] by SamplingParameters on the device.
+
+    seen: bool [vocab]; position: INT32 [1].
+    """
+    args = _Sample(_p(best), _p(logits), _p(seen), _p(position), _p(parameters), logits.numel())
+    held = (best, logits, seen, position, parameters)
+    return _bound("sample", "minidecode_sample", (args,), held)
+
+
+def next_token(
+    *,
+    x: torch.Tensor,
+    embedding: torch.Tensor,
+    best: torch.Tensor,
+    position: torch.Tensor,
+    token: torch.Tensor,
+    stopped: torch.Tensor,
+    eos: torch.Tensor,
+    seen: torch.Tensor,
+    out: torch.Tensor,
+) -> Launch:
+    """The end of a step: best -> token, out[position], x = embedding[token], position + 1."""
+    held = (x, embedding, best, position, token, stopped, eos, seen, out)
+    args = _NextToken(*(_p(t) for t in held), x.numel(), eos.numel())
+    return _bound("next_token", "minidecode_next_token", (args,), held, device=x.device)
+
+
+def attention(
+    *,
+    out: torch.Tensor,
+    qkv: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rope: torch.Tensor,
+    position: torch.Tensor,
+    heads: int,
+    window: int | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    context: int,
+) -> Launch:
+    """Attention of one token, with q/k norm, RoPE and the append to the cache before it.
+
+    out FP16 [heads * head_dim]; qkv FP16 [(heads + 2 kv_heads) * head_dim]; keys, values FP16
+    [kv_heads, capacity, head_dim]; rope FP32 [capacity, head_dim / 2, 2]; position INT32 [1].
+    `context` is the greatest number of positions that the call will meet: it decides how the work
+    is split.
+    """
+    kv_heads, capacity, head_dim = keys.shape
+    split = attention_split(heads, kv_heads, head_dim, min(context, window or context), keys.device)
+    scratch = None
+    if split.splits > 1 and not split.cluster:
+        size = heads * split.splits * (head_dim + 2)
+        scratch = torch.empty(size, dtype=torch.float32, device=keys.device)
+    tensors = (out, keys, values, qkv, q_norm, k_norm, rope, position, scratch)
+    args = _Attention(
+        *(_p(t) for t in tensors),
+        heads,
+        kv_heads,
+        head_dim,
+        capacity,
+        window or 0,
+        eps,
+        split.splits,
+    )
+    held = tuple(t for t in tensors if t is not None)
+    if head_dim % 16 or head_dim > TENSOR_CORE_HEAD_DIM:
+        return _bound("attention_any", "minidecode_attention_any", (args,), held)
+    arguments = (args, _int(split.warps), _int(split.cluster))
+    return _bound("attention", "minidecode_attention", arguments, held)
+
+
+@dataclass(frozen=True)
+class AttentionSplit:
+    """How many blocks share one KV head's context, as one cluster or not, of how many warps."""
+
+    splits: int
+    warps: int
+    cluster: bool
+
+
+def attention_split(
+    heads: int, kv_heads: int, head_dim: int, context: int, device: torch.device
+) -> AttentionSplit:
+    """The split for contexts of up to `context` positions."""
+    properties = torch.cuda.get_device_properties(device)
+    clusters = properties.major >= 9
+    groups = kv_heads * -(-(heads // kv_heads) // _HEADS_PER_BLOCK)
+    warps = 8
+    # Positions that a block has in flight at once: more are a second pass.
+    per_pass = warps * (16 if head_dim > 64 else 32)
+    room = max(1, properties.multi_processor_count // groups)
+    most = min(room, _MAX_CLUSTER) if clusters else room
+    splits = 1
+    while splits * 2 <= most and splits * per_pass < context:
+        splits *= 2
+    return AttentionSplit(splits, warps, clusters and splits > 1)
+
+
+class FusedLinears:
+    """The libraries of the fused linear layers for the tiles in use, compiled side by side."""
+
+    def __init__(self, wanted: Mapping[str, Iterable[Tile]]) -> None:
+        self._tiles = {stem: list(dict.fromkeys(tiles)) for stem, tiles in wanted.items()}
+        plans = [
+            build.plan_build(_source(stem), extra_flags=[_tiles_flag(tiles)])
+            for stem, tiles in self._tiles.items()
+        ]
+        self._libraries = dict(zip(self._tiles, build.run_builds(plans), strict=True))
+
+    def bind(
+        self,
+        stem: str,
+        tile: Tile,
+        *,
+        w: torch.Tensor,
+        x: torch.Tensor,
+        y: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+        best: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Launch:
+        """y = epilogue(w rmsnorm(x) + bias); see `fused_linear.cuh`. w FP16 [n, k]; x FP16 [k]."""
+        n, k = w.shape
+        tensors = (y, w, x, norm, bias, logits, best)
+        held = tuple(t for t in tensors if t is not None)
+        _contiguous(None, *held)
+        if x.numel() != k:
+            raise MinidecodeError(f"{stem}: x has {x.numel()} elements, w has {k} columns")
+        args = _FusedLinear(*(_p(t) for t in tensors), n, k, eps)
+        library = self._libraries[stem]
+        function = _function(library, "minidecode_fused_linear")
+        arguments = (ctypes.byref(args), _int(self._tiles[stem].index(tile)))
+        what = f"{_source(stem)} with {tile.spelled} for n={n}, k={k}"
+        return enqueue(function, arguments, w.device, (args, held), what, library)
+
+
+def _tiles_flag(tiles: Sequence[Tile]) -> str:
+    return "-DMINIDECODE_TILES=" + ",".join(t.spelled for t in tiles)
+
+
+def _source(stem: str) -> Path:
+    return build.cuda_sources() / "step" / f"{stem}.cu"
+
+
+@functools.cache
+def _library(stem: str) -> ctypes.CDLL:
+    return build.build(_source(stem))
+
+
+def build_helpers() -> None:
+    """Compile everything here that has no tiles, side by side."""
+    stems = ("helpers", "attention", "attention_any", "next_token", "sample")
+    build.build_many([_source(stem) for stem in stems])
+
+
+def _function(library: ctypes.CDLL, symbol: str) -> Callable[..., int]:
+    function = getattr(library, symbol)
+    function.restype = _int
+    return function  # type: ignore[no-any-return]
+
+
+def _bound(
+    stem: str,
+    symbol: str,
+    arguments: tuple[object, ...],
+    held: tuple[torch.Tensor, ...],
+    device: torch.device | None = None,
+) -> Launch:
+    library = _library(stem)
+    function = _function(library, symbol)
+    passed = tuple(ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments)
+    where = held[0].device if device is None else device
+    what = f"{symbol} in {_source(stem)}"
+    return enqueue(function, passed, where, (arguments, held), what, library)
+
+
+def _p(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return _pointer(None if tensor is None else tensor.data_ptr())
+
+
+def _contiguous(dtype: torch.dtype | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise MinidecodeError(f"a tensor of shape {list(tensor.shape)} is not contiguous")
+        if dtype is not None and tensor.dtype != dtype:
+            raise MinidecodeError(f"a tensor is {tensor.dtype}, {dtype} is needed")
+        if tensor.device != tensors[0].device:
+            raise MinidecodeError(f"tensors on {tensors[0].device} and {tensor.device}")
+    return tensors
+
+
+def _same(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    shapes = {tuple(t.shape) for t in tensors}
+    if len(shapes) != 1:
+        raise MinidecodeError(f"tensors of one shape are needed, not {sorted(shapes)}")
+    return _contiguous(torch.float16, *tensors)
