@@ -1,0 +1,417 @@
+"""Finding kernels by name and by file, and binding them to tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import shutil
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from minidecode import cli
+from minidecode.errors import MinidecodeError, MissingError, UsageError
+from minidecode.kernels import build, registry
+from minidecode.kernels.ops import NotSupportedError, gemv_reference, relative_error
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILT_IN = {
+    "naive": ("fp16", "fp32"),
+    "column_atomic": ("fp16", "fp32"),
+    "shared_tree": ("fp16", "fp32"),
+    "warp_row": ("fp16", "fp32"),
+    "half2_block": ("fp16",),
+    "triton_rowblock": ("fp16", "fp32"),
+    "cublas": ("fp16", "fp32"),
+    "inductor": ("fp16", "fp32"),
+    "torch": ("fp16", "fp32"),
+}
+
+
+def operands(
+    n: int = 5, k: int = 7, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(n * 1000 + k)
+    w = torch.randn(n, k, generator=generator).to(dtype)
+    x = torch.randn(k, generator=generator).to(dtype)
+    return torch.full((n,), float("nan"), dtype=dtype), w, x
+
+
+# --- the list -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_kernels_are_found(name: str) -> None:
+    gemv = registry.gemvs()[name]
+    assert gemv.name == name == gemv.origin.stem
+    assert gemv.dtypes == BUILT_IN[name]
+    assert gemv.summary
+    assert gemv.builtin
+    assert registry.resolve(name) == gemv
+
+
+def test_listing_and_unknown_names_do_not_load_torch() -> None:
+    code = (
+        "import sys; from minidecode.kernels import registry; registry.gemvs()\n"
+        "try: registry.resolve('cubles')\n"
+        "except registry.UsageError as error: print(error)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "did you mean cublas?" in done.stdout
+
+
+def test_one_file_is_all_that_a_new_kernel_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = tmp_path / "cuda"
+    shutil.copytree(build.cuda_sources(), cuda)
+    (cuda / "gemv" / "brand_new.cu").write_text(
+        "// The newest.\n#include <minidecode/abi.cuh>\n"
+        'extern "C" cudaError_t minidecode_gemv_f32(float*, const float*, const float*, int, int,\n'
+        "                                           cudaStream_t) { return cudaSuccess; }\n"
+    )
+    monkeypatch.setattr(build, "cuda_sources", lambda: cuda)
+    python = tmp_path / "kernels"
+    (python / "gemv").mkdir(parents=True)
+    (python / "gemv" / "newer.py").write_text(
+        'SUMMARY = "Newer."\nDTYPES = ("fp32",)\nDEVICES: tuple[str, ...] = ("cpu",)\n'
+        "def gemv(y, w, x): ...\n"
+    )
+    monkeypatch.setattr(registry, "__file__", str(python / "registry.py"))
+    found = registry.gemvs()
+    assert (found["brand_new"].summary, found["brand_new"].dtypes) == ("The newest.", ("fp32",))
+    newer = found["newer"]
+    assert (newer.summary, newer.dtypes, newer.devices) == ("Newer.", ("fp32",), ("cpu",))
+
+
+@pytest.mark.parametrize(
+    ("code", "dtypes"),
+    [
+        ('extern "C" cudaError_t minidecode_gemv(half* y) {}', ("fp16",)),
+        ("cudaError_t minidecode_gemv_f32(float* y) {}", ("fp32",)),
+        ("DEFINE(minidecode_gemv, half)\nDEFINE(minidecode_gemv_f32, float)", ("fp16", "fp32")),
+        ("// like minidecode_gemv_f32\n/* minidecode_gemv_f32\n */ minidecode_gemv()", ("fp16",)),
+        ('#include "entry.cuh"', ("fp32",)),
+        ("#include <minidecode/abi.cuh>", ("fp16",)),
+    ],
+    ids=["half", "float", "both", "comments", "in a header of the user's", "none"],
+)
+def test_dtypes_are_the_entry_points_of_the_source(
+    code: str, dtypes: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "entry.cuh").write_text("minidecode_gemv_f32();")
+    (tmp_path / "k.cu").write_text(f"{code}\n")
+    assert registry.cuda_gemv("k", tmp_path / "k.cu", builtin=False).dtypes == dtypes
+
+
+# --- names and files ------------------------------------------------------------------------------
+
+
+def test_a_users_files_are_kernels(tmp_path: Path) -> None:
+    (tmp_path / "my k.cu").write_text("/* Fast. */\nminidecode_gemv")
+    (tmp_path / "my k.py").write_text('def f(y, w, x):\n    """Also fast.\n\n    More."""\n')
+    cuda = registry.resolve(str(tmp_path / "my k.cu"))
+    assert (cuda.summary, cuda.function, cuda.devices) == ("Fast.", None, ("cuda",))
+    python = registry.resolve(f"{tmp_path / 'my k.py'}:f")
+    assert (python.summary, python.function) == ("Also fast.", "f")
+    assert python.devices == ("cpu", "cuda")
+    assert python.name == f"{tmp_path / 'my k.py'}:f"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("nonsense", r"unknown kernel 'nonsense' \(known: fused, .*naive"),
+        ("naiv", r"did you mean naive\?"),
+        ("fuse", r"did you mean fused\?"),
+        ("gone.cu", r"no such kernel file: gone\.cu"),
+        ("gone.py:f", r"no such kernel file: gone\.py"),
+        ("{}/k.py", r"say which function: .*k\.py:NAME \(functions there: first, second\)"),
+        ("{}/k.py:secnd", r"no function 'secnd'; did you mean second\?"),
+        ("{}/k.py:", r"no function ''"),
+        ("", "unknown kernel ''"),
+    ],
+)
+def test_what_is_no_kernel_is_a_usage_error(spec: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "k.py").write_text("def first(y, w, x): ...\ndef second(y, w, x): ...\n")
+    with pytest.raises(UsageError, match=words):
+        registry.resolve(spec.format(tmp_path), also=("fused",))
+
+
+def test_a_python_file_that_does_not_parse_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "k.py").write_text("x = 1\ndef f(:\n")
+    with pytest.raises(MinidecodeError, match=r"k\.py:2: "):
+        registry.resolve(f"{tmp_path / 'k.py'}:f")
+
+
+def test_a_python_file_that_does_not_import_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "k.py").write_text("def f(y, w, x): ...\n\nimport no_such_module_at_all\n")
+    gemv = registry.resolve(f"{tmp_path / 'k.py'}:f")
+    with pytest.raises(MinidecodeError, match=r"k\.py:3: ModuleNotFoundError"):
+        gemv.prepare()
+
+
+def test_an_edited_python_file_is_run_again(tmp_path: Path) -> None:
+    (tmp_path / "helper_of_k.py").write_text("SCALE = 2\n")
+    file = tmp_path / "k.py"
+    file.write_text("import helper_of_k\ndef f(y, w, x): y.fill_(helper_of_k.SCALE)\n")
+    y, w, x = operands()
+    registry.resolve(f"{file}:f").bind(y, w, x)()
+    assert y.tolist() == [2.0] * 5
+    assert str(tmp_path) not in sys.path
+    file.write_text("def f(y, w, x): y.fill_(3)\n")
+    registry.resolve(f"{file}:f").bind(y, w, x)()
+    assert y.tolist() == [3.0] * 5
+
+
+# --- binding --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_bound_kernel_computes(dtype: torch.dtype) -> None:
+    y, w, x = operands(33, 129, dtype)
+    call = registry.gemvs()["torch"].bind(y, w, x)
+    call()
+    assert relative_error(y, gemv_reference(w, x)) < (1e-3 if dtype == torch.float16 else 1e-6)
+    x.mul_(2)
+    call()
+    assert relative_error(y, gemv_reference(w, x)) < (1e-3 if dtype == torch.float16 else 1e-6)
+
+
+Change = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda y, w, x: (y, w, x[1:]), MinidecodeError, r"w\[5, 7\] @ x\[6\]"),
+        (lambda y, w, x: (y[1:], w, x), MinidecodeError, r"y\[4\]"),
+        (lambda y, w, x: (y, w[0], x), MinidecodeError, "shapes do not match"),
+        (lambda y, w, x: (y[:0], w[:0], x), MinidecodeError, "out of range"),
+        (lambda y, w, x: (y.half(), w, x), MinidecodeError, "dtypes differ: y torch.float16"),
+        (lambda y, w, x: (y.to("meta"), w, x), MinidecodeError, "devices differ: y meta"),
+        (lambda y, w, x: (y, w.t().contiguous().t(), x), MinidecodeError, "contiguous"),
+        (lambda y, w, x: (y.double(), w.double(), x.double()), UsageError, "takes fp16 and fp32"),
+    ],
+)
+def test_what_does_not_fit_is_refused_when_bound(
+    change: Change, error: type[MinidecodeError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        registry.gemvs()["torch"].bind(*change(*operands()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_cuda_kernel_on_a_cpu_is_missing_its_gpu() -> None:
+    with pytest.raises(MissingError, match="kernel cublas runs on cuda, and no CUDA GPU"):
+        registry.gemvs()["cublas"].bind(*operands())
+
+
+def test_python_kernels_failures_are_named(tmp_path: Path) -> None:
+    (tmp_path / "k.py").write_text(
+        "def bad(y, w, x):\n    raise ValueError('odd\\nmore')\n"
+        "def no(y, w, x):\n    raise NotImplementedError\n"
+    )
+    with pytest.raises(
+        MinidecodeError, match=r"bad in .*k\.py failed for n=5, k=7: ValueError: odd$"
+    ):
+        registry.resolve(f"{tmp_path / 'k.py'}:bad").bind(*operands())()
+    with pytest.raises(NotSupportedError, match=r"no in .*k\.py does not support n=5, k=7"):
+        registry.resolve(f"{tmp_path / 'k.py'}:no").bind(*operands())()
+
+
+HOST_LIBRARY = """
+extern "C" int minidecode_gemv_f32(float* y, const float* w, const float* x, int n, int k,
+                                   void* s) {
+  if (k == 2) return 801;
+  if (k == 3) return 700;
+  for (int i = 0; i < n; ++i) {
+    y[i] = 0;
+    for (int j = 0; j < k; ++j) y[i] += w[(long)i * k + j] * x[j];
+  }
+  return s == nullptr ? 0 : 1;
+}
+extern "C" const char* cudaGetErrorString(int code) { return code == 700 ? "illegal address" : ""; }
+"""
+
+
+@pytest.fixture(scope="module")
+def host_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """A library with the C ABI that works on host memory."""
+    folder = tmp_path_factory.mktemp("host")
+    (folder / "host.cc").write_text(HOST_LIBRARY)
+    command = ["g++", "-shared", "-fPIC", str(folder / "host.cc"), "-o", str(folder / "host.so")]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(folder / "host.so"))
+
+
+def bind_host(library: ctypes.CDLL, n: int, k: int, symbol: str = "minidecode_gemv_f32"):  # type: ignore[no-untyped-def]
+    y, w, x = operands(n, k)
+    gemv = registry.Gemv("mine.cu", "", ("fp32",), Path("/a/mine.cu"), ("cpu",))
+    return y, w, x, gemv._bind_library(library, symbol, y, w, x)
+
+
+def test_a_library_gets_pointers_sizes_and_stream(host_library: ctypes.CDLL) -> None:
+    y, w, x, call = bind_host(host_library, 9, 11)
+    call()
+    assert relative_error(y, gemv_reference(w, x)) < 1e-6
+
+
+def test_a_bound_call_keeps_its_tensors(host_library: ctypes.CDLL) -> None:
+    y, w, x, call = bind_host(host_library, 9, 11)
+    alive = [weakref.ref(tensor) for tensor in (y, w, x)]
+    del y, w, x
+    gc.collect()
+    assert all(tensor() is not None for tensor in alive)
+    del call
+    gc.collect()
+    assert all(tensor() is None for tensor in alive)
+
+
+def test_a_bad_status_names_kernel_and_sizes(host_library: ctypes.CDLL) -> None:
+    with pytest.raises(NotSupportedError, match=r"_f32 in /a/mine\.cu does not support n=4, k=2"):
+        bind_host(host_library, 4, 2)[3]()
+    with pytest.raises(
+        MinidecodeError, match="n=4, k=3: CUDA error 700, illegal address"
+    ) as caught:
+        bind_host(host_library, 4, 3)[3]()
+    assert not isinstance(caught.value, NotSupportedError)
+
+
+def test_a_missing_entry_point_is_named(host_library: ctypes.CDLL) -> None:
+    with pytest.raises(MinidecodeError, match=r"/a/mine\.cu does not define minidecode_gemv\("):
+        bind_host(host_library, 4, 4, "minidecode_gemv")
+
+
+# --- availability and the command -----------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_reasons_on_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = registry.gemvs()
+    assert found["torch"].unavailable() is None
+    assert all(found[name].unavailable() for name in ("cublas", "naive", "triton_rowblock"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert found["naive"].unavailable() == "no CUDA GPU is visible"
+
+
+def test_triton_that_is_not_installed_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minidecode.kernels.gemv import triton_rowblock
+
+    monkeypatch.setattr(triton_rowblock, "triton", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    reason = registry.gemvs()["triton_rowblock"].unavailable()
+    assert reason == "triton is not installed: pip install triton"
+    with pytest.raises(MissingError, match="triton"):
+        triton_rowblock.gemv(*operands())
+
+
+def test_kernels_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["kernels", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line for line in lines[1:] if not line.startswith("[")}
+    assert set(rows) >= {"fused", "torch", *BUILT_IN}
+    assert " composed " in rows["half2_block"]
+    assert "cuda/gemv/half2_block.cu" in rows["half2_block"]
+    assert " yes " in rows["torch"]
+    if not torch.cuda.is_available():
+        assert " no [1] " in rows["half2_block"]
+        assert any(line.startswith("[1] ") and "CUDA" in line for line in lines)
+
+
+def test_kernels_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["kernels", "list", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {"schema_version", "environment", "kernels"} == set(document)
+    assert {"torch", "fused"} <= {row["name"] for row in document["kernels"]}
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_kernels_build_without_cuda_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["kernels", "build"]) == 5
+    error = capsys.readouterr().err
+    assert "without CUDA" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_kernels_build_of_a_python_kernel_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["kernels", "build", "torch"]) == 2
+    assert "nothing to compile" in capsys.readouterr().err
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "inductor"])
+def test_side_stream_and_graph_give_what_eager_gives(name: str) -> None:
+    gemv = registry.gemvs()[name]
+    y, w, x = (tensor.cuda() for tensor in operands(1000, 1152, torch.float16))
+    call = gemv.bind(y, w, x)
+    call()
+    eager = y.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    y.fill_(float("nan"))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+
+    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+        if name == "column_atomic":  # additions come in any order
+            return torch.allclose(a, b, rtol=1e-2, atol=1e-2)
+        return torch.equal(a, b)
+
+    assert same(y, eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for scale in (1.0, -2.0):
+        x.copy_(operands(1000, 1152, torch.float16)[2].cuda() * scale)
+        y.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = y.clone()
+        call()
+        torch.cuda.synchronize()
+        assert (
+            torch.equal(replayed, y) if exact else torch.allclose(replayed, y, rtol=1e-2, atol=1e-2)
+        )
+
+
+@pytest.mark.gpu
+def test_a_users_cuda_file_and_its_edits_in_one_process(tmp_path: Path) -> None:
+    hostile = Path(__file__).parent / "fixtures" / "hostile"
+    for name in ("right.cu", "rows.cuh"):
+        shutil.copy(hostile / name, tmp_path)
+    y, w, x = (tensor.cuda() for tensor in operands(100, 64, torch.float16))
+    spec = str(tmp_path / "right.cu")
+    registry.resolve(spec).bind(y, w, x)()
+    assert relative_error(y, gemv_reference(w, x)) < 1e-3
+    header = tmp_path / "rows.cuh"
+    header.write_text(header.read_text().replace("float sum = 0.0f", "float sum = 100.0f"))
+    registry.resolve(spec).bind(y, w, x)()
+    assert relative_error(y, gemv_reference(w, x) + 100) < 1e-3
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_gpu_that_is_not_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for name in ("half2_block", "cublas", "triton_rowblock"):
+        y, w, x = (tensor.to("cuda:1") for tensor in operands(1000, 1056, torch.float16))
+        registry.gemvs()[name].bind(y, w, x)()
+        assert relative_error(y, gemv_reference(w, x)) < 1e-3
+        assert torch.cuda.current_device() == 0
