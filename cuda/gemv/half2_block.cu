@@ -1,4 +1,6 @@
 // One block of 256 a row, half2 loads, FP32 sums, shuffle then shared-memory reduce (llama.cpp's).
+#include <cstddef>
+
 #include "minidecode/abi.cuh"
 #include "minidecode/launch.cuh"
 #include "minidecode/load.cuh"

@@ -1,4 +1,6 @@
 // One block a row: partial sums meet in shared memory, halved by a tree with a barrier a level.
+#include <cstddef>
+
 #include "minidecode/abi.cuh"
 #include "minidecode/launch.cuh"
 #include "minidecode/load.cuh"
@@ -16,6 +18,7 @@ __global__ void __launch_bounds__(kThreads) gemv_shared_tree(T* __restrict__ y, 
   const int thread = threadIdx.x;
   const T* w_row = w + size_t{blockIdx.x} * k;  // [k]
   float sum = 0.0f;
+  // Signed and 64 bits wide: any k fits, and the compiler may unroll.
 #pragma unroll 4
   for (ptrdiff_t col = thread; col < k; col += kThreads) {
     sum += minidecode::to_float(w_row[col]) * minidecode::to_float(x[col]);

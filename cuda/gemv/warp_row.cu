@@ -1,4 +1,6 @@
 // One warp a row, eight rows a block: partial sums meet in registers through shuffles.
+#include <cstddef>
+
 #include "minidecode/abi.cuh"
 #include "minidecode/launch.cuh"
 #include "minidecode/load.cuh"
@@ -19,6 +21,7 @@ __global__ void __launch_bounds__(kThreads) gemv_warp_row(T* __restrict__ y,    
   if (row >= n) return;
   const T* w_row = w + row * k;  // [k]
   float sum = 0.0f;
+  // Signed and 64 bits wide: any k fits, and the compiler may unroll.
 #pragma unroll 4
   for (ptrdiff_t col = lane; col < k; col += minidecode::kWarp) {
     sum += minidecode::to_float(w_row[col]) * minidecode::to_float(x[col]);
