@@ -386,9 +386,7 @@ def test_side_stream_and_graph_give_what_eager_gives(name: str) -> None:
         replayed = y.clone()
         call()
         torch.cuda.synchronize()
-        assert (
-            torch.equal(replayed, y) if exact else torch.allclose(replayed, y, rtol=1e-2, atol=1e-2)
-        )
+        assert same(replayed, y)
 
 
 @pytest.mark.gpu
