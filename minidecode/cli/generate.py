@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from minidecode.cli import INTERRUPTED, options
 from minidecode.cli.progress import Progress
@@ -74,30 +74,39 @@ def run(args: argparse.Namespace) -> int:
     options.check_kernel(args.kernel)
     prompt = _read_prompt(args)
     options.check_device(args.device)
-    with Progress(args.quiet) as progress:
+    with Progress(args.quiet) as progress, options.show_builds(progress):
         directory = options.find_model(args, progress)
         progress(None, "reading the tokenizer")
         text = None if directory is None else Text(directory)
         ids = _encode(text, prompt, args)
         decoder = options.load(args, progress, directory)
-    # An answer is a text of its own; anything else continues the prompt.
-    context = () if args.chat else ids
-    writer = _Writer(text, context, stops, stream=not (args.no_stream or args.json))
-    eos = frozenset() if args.ignore_eos or text is None else text.eos_token_ids()
-    tokens = cast(
-        "Generator[int, None, None]",
-        decoder.generate(ids, args.max_new_tokens, sampling, eos),
-    )
-    with _interruptible(writer) as interrupted, closing(tokens):
-        for token in tokens:
-            if writer.push(token) or interrupted():
-                break
-    writer.finish()
-    result = _result(options.model_name(args.model), decoder, writer, interrupted())
+        progress(None, f"reading the prompt, {len(ids)} tokens")
+        writer = _Writer(
+            text,
+            () if args.chat else ids,  # an answer is a text of its own
+            stops,
+            args.max_new_tokens,
+            None if args.no_stream or args.json else sys.stdout,
+            progress,
+        )
+        eos = frozenset() if args.ignore_eos or text is None else text.eos_token_ids()
+        tokens = cast(
+            "Generator[int, None, None]",
+            decoder.generate(ids, args.max_new_tokens, sampling, eos),
+        )
+        with _interruptible(writer) as interrupted, closing(tokens):
+            for token in tokens:
+                if writer.push(token) or interrupted():
+                    break
+        writer.finish()
+    if not args.json:
+        writer.end_text()
+    with Progress(args.quiet) as progress, options.show_builds(progress):
+        progress(None, "measuring the read bandwidth")
+        result = _result(options.model_name(args.model), decoder, writer, interrupted())
     if args.json:
         print(json.dumps(result.to_dict(), allow_nan=False))
     else:
-        writer.end_text()
         print(f"\n{_statistics(result)}", file=sys.stderr)
     return INTERRUPTED if interrupted() else 0
 
@@ -138,19 +147,27 @@ def _encode(text: Text | None, prompt: str, args: argparse.Namespace) -> list[in
 
 
 class _Writer:
-    """Keeps what was generated, and with `stream` prints it as it comes.
+    """Keeps what was generated; prints it to `out` as it comes, or shows how far it is.
 
     Without a tokenizer the text is the ids, a space between two.
     """
 
     def __init__(
-        self, text: Text | None, context: Sequence[int], stops: StopStrings, *, stream: bool
+        self,
+        text: Text | None,
+        context: Sequence[int],
+        stops: StopStrings,
+        wanted: int,
+        out: TextIO | None,
+        progress: Progress,
     ) -> None:
         from minidecode.text import Detokenizer
 
         self._detokenizer = None if text is None else Detokenizer(text, context)
         self._stops = stops
-        self._stream = stream
+        self._wanted = wanted
+        self._out = out
+        self._progress = progress
         self._pieces: list[str] = []
         self._stopped = False
         self.ids: list[int] = []
@@ -180,7 +197,7 @@ class _Writer:
 
     def end_text(self) -> None:
         """Prints the text if it was not streamed. Exactly the text, but for a terminal's sake."""
-        if not self._stream:
+        if self._out is None:
             sys.stdout.write(self.text)
         if sys.stdout.isatty():
             sys.stdout.write("\n")
@@ -188,9 +205,12 @@ class _Writer:
 
     def _emit(self, piece: str) -> None:
         self._pieces.append(piece)
-        if piece and self._stream:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+        if self._out is None:
+            self._progress(len(self.ids) / self._wanted, "generating")
+        elif piece:
+            self._progress.stop()
+            self._out.write(piece)
+            self._out.flush()
 
 
 @contextmanager

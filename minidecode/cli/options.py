@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,6 +74,19 @@ def load(args: argparse.Namespace, progress: Progress, directory: Path | None = 
     `directory` is where `find_model` found the model, if it was asked before.
     """
     import minidecode
+
+    return minidecode.load(
+        directory or find_model(args, progress) or args.model,
+        kernel=args.kernel,
+        device=args.device,
+        max_context=args.max_context,
+        progress=progress,
+    )
+
+
+@contextmanager
+def show_builds(progress: Progress) -> Iterator[None]:
+    """Shows which kernel is being compiled, while in the `with` block one is."""
     from minidecode.kernels import build
 
     def on_build(kernel: str, phase: str) -> None:
@@ -80,17 +95,11 @@ def load(args: argparse.Namespace, progress: Progress, directory: Path | None = 
         elif phase == "compiling":
             progress(None, f"compiling {kernel}")
 
-    build.on_build = on_build
+    before, build.on_build = build.on_build, on_build
     try:
-        return minidecode.load(
-            directory or find_model(args, progress) or args.model,
-            kernel=args.kernel,
-            device=args.device,
-            max_context=args.max_context,
-            progress=progress,
-        )
+        yield
     finally:
-        build.on_build = None
+        build.on_build = before
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -122,3 +131,11 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"not a whole number above 0: {text!r}")
     return value
+
+
+def counts(text: str) -> list[int]:
+    """Whole numbers of at least 0, separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"not whole numbers separated by commas: {text!r}")
+    return [int(part) for part in parts]

@@ -51,7 +51,8 @@ class Progress:
             self._display.update(self._task, completed=share or 0.0, percent=percent)
 
     def stop(self) -> None:
-        """Takes the display away, before something else is printed."""
+        """Takes the display away for good, before something else is printed."""
+        self.visible = False
         with self._lock:
             if self._display is not None:
                 self._display.stop()
