@@ -32,8 +32,9 @@ struct Seen {
 };
 
 __device__ __forceinline__ Seen seen_by(const Attention& a) {
-  // Read before the dependent-launch wait: it changes only at the end of a step.
-  const int last = *a.position;
+  // Read before the dependent-launch wait, since it changes only at the end of a step; from L2, as
+  // this multiprocessor's L1 may still hold the step before.
+  const int last = __ldcg(a.position);
   const int first = a.window > 0 && last >= a.window ? last + 1 - a.window : 0;
   return {first, last};
 }
