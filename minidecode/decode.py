@@ -13,6 +13,7 @@ import torch
 
 from minidecode.config import ModelConfig
 from minidecode.errors import MinidecodeError, UsageError
+from minidecode.kernels.tiles import Choices
 from minidecode.models.stages import Attention, Blueprint, NormLinear
 from minidecode.plan import KernelSet, Plan, State, build_plan, reference
 from minidecode.plan.state import NON_FINITE, PENDING
@@ -25,7 +26,7 @@ PREFILL_CHUNK = 512
 STEPS_PER_GRAPH = 8
 
 # Contexts up to this length share one captured step; then every doubling has its own.
-_FIRST_BUCKET = 512
+_FIRST_BUCKET = 256
 
 # The cache grows in pieces, so that a longer second run does not always capture anew.
 _CAPACITY_STEP = 256
@@ -56,7 +57,8 @@ class Runner:
     """One kernel set's step over a decoder's state: eager on the CPU, CUDA graphs on a GPU.
 
     Graphs are captured on first use, for a number of steps and a bucket of context lengths, since
-    the attention's split follows the context.
+    the attention's split follows the context. `choices` are tiles and splits to try instead of
+    those kept for the GPU.
     """
 
     def __init__(
@@ -66,22 +68,27 @@ class Runner:
         weights: Weights,
         state: State,
         sampled: bool = False,
+        choices: Choices | None = None,
     ) -> None:
         self.kernels = kernels
         self._model = (blueprint, weights, state)
-        self._state, self._sampled = state, sampled
+        self._state, self._sampled, self._choices = state, sampled, choices
         self._plans: dict[int, Plan] = {}
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     def plan(self, position: int | None = None) -> Plan:
         """The plan that the step at `position` runs (by default, the next one)."""
         at = self._state.enqueued if position is None else position
-        return self._plan(_bucket(at + 1))
+        return self._plan(context_bucket(at + 1))
 
     def _plan(self, context: int) -> Plan:
         if context not in self._plans:
             self._plans[context] = build_plan(
-                self.kernels, *self._model, context=context, sampled=self._sampled
+                self.kernels,
+                *self._model,
+                context=context,
+                sampled=self._sampled,
+                choices=self._choices,
             )
         return self._plans[context]
 
@@ -400,7 +407,7 @@ class _Run:
     last: float = 0.0
 
 
-def _bucket(context: int) -> int:
+def context_bucket(context: int) -> int:
     """The smallest context limit, of a few, that holds `context` positions."""
     bucket = _FIRST_BUCKET
     while bucket < context:
@@ -412,7 +419,7 @@ def _schedule(start: int, n: int) -> Iterator[tuple[int, int]]:
     """(context bucket, number of steps) of the graphs that run n steps from position `start`."""
     while n > 0:
         count = STEPS_PER_GRAPH if n >= STEPS_PER_GRAPH else 1
-        yield _bucket(start + count), count
+        yield context_bucket(start + count), count
         start, n = start + count, n - count
 
 

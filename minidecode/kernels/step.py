@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from minidecode.errors import MinidecodeError
 from minidecode.kernels import build
 from minidecode.kernels.enqueue import enqueue
-from minidecode.kernels.tiles import Tile
+from minidecode.kernels.tiles import Split, Tile
 
 Launch = Callable[[], None]
 
@@ -27,11 +26,8 @@ LINEAR_RESIDUAL = "linear_residual"
 NORM_SWIGLU = "norm_linear_swiglu"
 NORM_LOGITS = "norm_linear_logits"
 
-# Largest head_dim of the tensor-core attention, and of the plain one.
+# Largest head_dim of the tensor-core attention.
 TENSOR_CORE_HEAD_DIM = 128
-# Query heads a block of the tensor-core attention has at most.
-_HEADS_PER_BLOCK = 8
-_MAX_CLUSTER = 16
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
@@ -194,17 +190,14 @@ def attention(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
-    context: int,
+    split: Split,
 ) -> Launch:
     """Attention of one token, with q/k norm, RoPE and the append to the cache before it.
 
     out FP16 [heads * head_dim]; qkv FP16 [(heads + 2 kv_heads) * head_dim]; keys, values FP16
     [kv_heads, capacity, head_dim]; rope FP32 [capacity, head_dim / 2, 2]; position INT32 [1].
-    `context` is the greatest number of positions that the call will meet: it decides how the work
-    is split.
     """
     kv_heads, capacity, head_dim = keys.shape
-    split = attention_split(heads, kv_heads, head_dim, min(context, window or context), keys.device)
     scratch = None
     if split.splits > 1 and not split.cluster:
         size = heads * split.splits * (head_dim + 2)
@@ -227,75 +220,42 @@ def attention(
     return _bound("attention", "minidecode_attention", arguments, held)
 
 
-@dataclass(frozen=True)
-class AttentionSplit:
-    """How many blocks share one KV head's context, as one cluster or not, of how many warps."""
-
-    splits: int
-    warps: int
-    cluster: bool
+def build_fused_linears(wanted: Iterable[tuple[str, Tile]]) -> None:
+    """Compile these (file, tile) pairs side by side."""
+    build.run_builds([_tile_build(stem, tile) for stem, tile in dict.fromkeys(wanted)])
 
 
-def attention_split(
-    heads: int, kv_heads: int, head_dim: int, context: int, device: torch.device
-) -> AttentionSplit:
-    """The split for contexts of up to `context` positions."""
-    properties = torch.cuda.get_device_properties(device)
-    clusters = properties.major >= 9
-    groups = kv_heads * -(-(heads // kv_heads) // _HEADS_PER_BLOCK)
-    warps = 8
-    # Positions that a block has in flight at once: more are a second pass.
-    per_pass = warps * (16 if head_dim > 64 else 32)
-    room = max(1, properties.multi_processor_count // groups)
-    most = min(room, _MAX_CLUSTER) if clusters else room
-    splits = 1
-    while splits * 2 <= most and splits * per_pass < context:
-        splits *= 2
-    return AttentionSplit(splits, warps, clusters and splits > 1)
+def fused_linear(
+    stem: str,
+    tile: Tile,
+    *,
+    w: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    logits: torch.Tensor | None = None,
+    best: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> Launch:
+    """y = epilogue(w rmsnorm(x) + bias); see `fused_linear.cuh`. w FP16 [n, k]; x FP16 [k]."""
+    n, k = w.shape
+    tensors = (y, w, x, norm, bias, logits, best)
+    held = tuple(t for t in tensors if t is not None)
+    _contiguous(None, *held)
+    if x.numel() != k:
+        raise MinidecodeError(f"{stem}: x has {x.numel()} elements, w has {k} columns")
+    args = _FusedLinear(*(_p(t) for t in tensors), n, k, eps)
+    library = build.run_builds([_tile_build(stem, tile)])[0]
+    function = _function(library, "minidecode_fused_linear")
+    what = f"{_source(stem)} with {tile.spelled} for n={n}, k={k}"
+    # The library is compiled with one tile: number 0.
+    return enqueue(function, (ctypes.byref(args), _int(0)), w.device, (args, held), what, library)
 
 
-class FusedLinears:
-    """The libraries of the fused linear layers for the tiles in use, compiled side by side."""
-
-    def __init__(self, wanted: Mapping[str, Iterable[Tile]]) -> None:
-        self._tiles = {stem: list(dict.fromkeys(tiles)) for stem, tiles in wanted.items()}
-        plans = [
-            build.plan_build(_source(stem), extra_flags=[_tiles_flag(tiles)])
-            for stem, tiles in self._tiles.items()
-        ]
-        self._libraries = dict(zip(self._tiles, build.run_builds(plans), strict=True))
-
-    def bind(
-        self,
-        stem: str,
-        tile: Tile,
-        *,
-        w: torch.Tensor,
-        x: torch.Tensor,
-        y: torch.Tensor | None = None,
-        norm: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        logits: torch.Tensor | None = None,
-        best: torch.Tensor | None = None,
-        eps: float = 0.0,
-    ) -> Launch:
-        """y = epilogue(w rmsnorm(x) + bias); see `fused_linear.cuh`. w FP16 [n, k]; x FP16 [k]."""
-        n, k = w.shape
-        tensors = (y, w, x, norm, bias, logits, best)
-        held = tuple(t for t in tensors if t is not None)
-        _contiguous(None, *held)
-        if x.numel() != k:
-            raise MinidecodeError(f"{stem}: x has {x.numel()} elements, w has {k} columns")
-        args = _FusedLinear(*(_p(t) for t in tensors), n, k, eps)
-        library = self._libraries[stem]
-        function = _function(library, "minidecode_fused_linear")
-        arguments = (ctypes.byref(args), _int(self._tiles[stem].index(tile)))
-        what = f"{_source(stem)} with {tile.spelled} for n={n}, k={k}"
-        return enqueue(function, arguments, w.device, (args, held), what, library)
-
-
-def _tiles_flag(tiles: Sequence[Tile]) -> str:
-    return "-DMINIDECODE_TILES=" + ",".join(t.spelled for t in tiles)
+@functools.cache
+def _tile_build(stem: str, tile: Tile) -> build.BuildPlan:
+    return build.plan_build(_source(stem), extra_flags=[f"-DMINIDECODE_TILES={tile.spelled}"])
 
 
 def _source(stem: str) -> Path:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from minidecode.errors import MissingError, UsageError
-from minidecode.kernels import registry
+from minidecode.kernels import registry, tune
 from minidecode.kernels.registry import Gemv
+from minidecode.kernels.tiles import Choices
 from minidecode.models.stages import (
     LINEAR_KINDS,
     Attention,
@@ -21,7 +22,7 @@ from minidecode.models.stages import (
     LinearKind,
     Stage,
 )
-from minidecode.plan.composed import Composed, Helpers
+from minidecode.plan.composed import Composed
 from minidecode.plan.cuda import CudaHelpers
 from minidecode.plan.fused import Fused
 from minidecode.plan.op import Engine, Op
@@ -136,25 +137,28 @@ def build_plan(
     *,
     context: int | None = None,
     sampled: bool = False,
+    choices: Choices | None = None,
 ) -> Plan:
     """The step of `blueprint` under `kernels`, for positions below `context` (all by default).
 
-    `sampled` picks by the state's sampling parameters instead of the greatest logit. Kernels are
-    compiled and shapes checked here; nothing is launched. Raises MinidecodeError for what cannot
-    be built, with the op named.
+    `sampled` picks by the state's sampling parameters instead of the greatest logit; `choices` are
+    tiles and splits other than those kept for the GPU. Kernels are compiled and shapes checked
+    here; nothing is launched. Raises MinidecodeError for what cannot be built, with the op named.
     """
     limit = min(context or state.capacity, state.capacity)
-    on_cpu = state.device.type == "cpu"
-    helpers: Helpers = (
-        TorchHelpers(weights, state) if on_cpu else CudaHelpers(weights, state, limit)
-    )
-    composed = Composed(weights, state, helpers)
+    helpers: TorchHelpers | CudaHelpers
     whole: Reference | Fused | None = None
+    if state.device.type == "cpu":
+        helpers = TorchHelpers(weights, state)
+    else:
+        chosen = tune.choices(state.device) if choices is None else choices
+        helpers = CudaHelpers(weights, state, limit, chosen)
+        if kernels.engine == "fused":
+            fused = [s for _, s in blueprint.stages() if _swap_of(kernels, s) is None]
+            whole = Fused(fused, weights, state, helpers, chosen)
     if kernels.engine == "torch":
         whole = Reference(weights, state)
-    elif kernels.engine == "fused":
-        fused = [s for _, s in blueprint.stages() if _swap_of(kernels, s) is None]
-        whole = Fused(fused, weights, state, limit)
+    composed = Composed(weights, state, helpers)
     ops: list[Op] = []
     for layer, stage in blueprint.stages():
         gemv = _gemv_of(kernels, stage, whole)

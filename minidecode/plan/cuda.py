@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from minidecode.kernels import step
+from minidecode.kernels.tiles import Choices
 from minidecode.models.stages import Attention
 from minidecode.plan.op import Launch
 from minidecode.plan.state import State
@@ -14,8 +15,9 @@ from minidecode.weights import Weights
 class CudaHelpers:
     """Each method gives a call that enqueues one kernel of `cuda/step` on static buffers."""
 
-    def __init__(self, weights: Weights, state: State, limit: int) -> None:
-        self._weights, self._state, self._limit = weights, state, limit
+    def __init__(self, weights: Weights, state: State, limit: int, choices: Choices) -> None:
+        self._weights, self._state = weights, state
+        self._limit, self._choices = limit, choices
 
     def rms_norm(
         self, out: torch.Tensor, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor
@@ -33,7 +35,8 @@ class CudaHelpers:
 
     def attention(self, stage: Attention) -> Launch:
         """state.qkv -> state.attention, and the cache grows by one position."""
-        s, w = self._state, self._weights
+        s, w, c = self._state, self._weights, self._state.config
+        context = min(self._limit, stage.window or self._limit)
         return step.attention(
             out=s.attention,
             qkv=s.qkv,
@@ -41,12 +44,12 @@ class CudaHelpers:
             values=s.values[stage.layer],
             rope=s.rope,
             position=s.position,
-            heads=s.config.num_heads,
+            heads=c.num_heads,
             window=stage.window,
             q_norm=None if stage.q_norm is None else w[stage.q_norm],
             k_norm=None if stage.k_norm is None else w[stage.k_norm],
-            eps=s.config.rms_norm_eps,
-            context=self._limit,
+            eps=c.rms_norm_eps,
+            split=self._choices.split(c.num_heads, c.num_kv_heads, c.head_dim, context),
         )
 
     def argmax(self, head_out: torch.Tensor) -> Launch:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from minidecode.kernels import step, tune
-from minidecode.kernels.tiles import Tile
+from minidecode.kernels import step
+from minidecode.kernels.tiles import Choices
 from minidecode.models.stages import Attention, NormLinear, Stage
 from minidecode.plan.cuda import CudaHelpers
 from minidecode.plan.op import Op, attention_op, stage_bytes
@@ -27,9 +27,9 @@ def file_of(kind: str) -> str:
 
 
 class Fused:
-    """Turns stages into ops, with the tile that was tuned for the GPU and the layer's shape.
+    """Turns stages into ops, with the tile that was chosen for the GPU and the layer's shape.
 
-    `tiles` overrides the tile of a kind of layer; tuning uses it.
+    `stages` are those that will be asked for: their kernels are compiled together.
     """
 
     def __init__(
@@ -37,24 +37,16 @@ class Fused:
         stages: Iterable[Stage],
         weights: Weights,
         state: State,
-        limit: int,
-        tiles: dict[str, Tile] | None = None,
+        helpers: CudaHelpers,
+        choices: Choices,
     ) -> None:
-        self._weights, self._state = weights, state
-        self._attention = CudaHelpers(weights, state, limit)
-        self._tiles: dict[str, Tile] = {}
-        wanted: dict[str, list[Tile]] = {}
-        for stage in stages:
-            if isinstance(stage, Attention) or not self.takes(stage):
-                continue
-            n, k = stage.weight.shape
-            if stage.kind not in self._tiles:
-                chosen = (tiles or {}).get(stage.kind) or tune.tile_for(
-                    stage.kind, n, k, state.device
-                )
-                self._tiles[stage.kind] = chosen
-                wanted.setdefault(file_of(stage.kind), []).append(chosen)
-        self._linears = step.FusedLinears(wanted)
+        self._weights, self._state, self._helpers = weights, state, helpers
+        self._tiles = {
+            stage.kind: choices.tile(stage.kind, *stage.weight.shape)
+            for stage in stages
+            if not isinstance(stage, Attention) and self.takes(stage)
+        }
+        step.build_fused_linears((file_of(kind), tile) for kind, tile in self._tiles.items())
 
     def takes(self, stage: Stage) -> bool:
         """Whether the fused kernels handle this size: 16-byte rows, and gate/up in pairs."""
@@ -63,7 +55,7 @@ class Fused:
     def op(self, layer: int | None, stage: Stage) -> Op:
         """The stage as one kernel."""
         if isinstance(stage, Attention):
-            launch = self._attention.attention(stage)
+            launch = self._helpers.attention(stage)
             return attention_op(stage, launch, self._state, "fused", "attention")
         s, w = self._state, self._weights
         is_head = stage.kind == "head"
@@ -74,7 +66,7 @@ class Fused:
             "down": (s.activation, s.x),
             "head": (s.x, s.logits),
         }[stage.kind]
-        launch = self._linears.bind(
+        launch = step.fused_linear(
             file_of(stage.kind),
             self._tiles[stage.kind],
             w=w[stage.weight],

@@ -40,15 +40,29 @@ inline bool has_pdl() {
          major >= 9;
 }
 
+constexpr int kPortableCluster = 8;
+
+// A failed call leaves its status behind for the next one to find; `status` is all that is
+// reported.
+inline cudaError_t cleared(cudaError_t status) {
+  if (status != cudaSuccess) cudaGetLastError();
+  return status;
+}
+
 // Enqueues `kernel` and returns the launch status; never synchronises.
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, Pdl pdl,
                    cudaStream_t stream, Args... args) {
+  const void* function = reinterpret_cast<const void*>(kernel);
   if (shape.shared_bytes > 48 * 1024) {
+    const cudaError_t status = cudaFuncSetAttribute(
+        function, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
+    if (status != cudaSuccess) return cleared(status);
+  }
+  if (shape.cluster > kPortableCluster) {
     const cudaError_t status =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
-    if (status != cudaSuccess) return status;
+        cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (status != cudaSuccess) return cleared(status);
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = shape.grid;
@@ -71,8 +85,7 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, Pdl pdl,
   }
   config.attrs = attributes;
   config.numAttrs = count;
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
-  return status != cudaSuccess ? status : cudaGetLastError();
+  return cleared(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
 }
 
 }  // namespace minidecode

@@ -1,0 +1,58 @@
+"""`tune`: measure which tiles and splits are quickest for a model on this GPU, and keep them."""
+
+from __future__ import annotations
+
+import argparse
+
+from minidecode.cli import options
+from minidecode.cli.progress import Progress
+from minidecode.errors import MissingError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    options.add_device(parser)
+    parser.add_argument(
+        "-d",
+        "--depth",
+        type=options.counts,
+        default=[128],
+        help="tokens in the cache while measuring; several separated by commas (default 128)",
+    )
+    parser.add_argument("--show", action="store_true", help="print what is in use, measure nothing")
+    parser.add_argument("--clear", action="store_true", help="forget what was measured here")
+    options.add_quiet(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from minidecode.loading import resolve_device
+
+    device = resolve_device(args.device)
+    if device.type != "cuda":
+        raise MissingError("tune needs a CUDA GPU: the CPU has nothing to choose")
+    from minidecode.bench.tune import tune_step
+    from minidecode.kernels import tune
+
+    if args.clear:
+        print("cleared" if tune.clear(device) else "there was nothing to clear")
+        return 0
+    if args.show:
+        chosen = tune.choices(device)
+        for key, tile in sorted(chosen.tiles.items()):
+            print(f"{key:28s} {tile.spelled}")
+        for key, split in sorted(chosen.splits.items()):
+            print(f"{key:40s} {split.splits} x {split.warps} warps")
+        return 0
+    args.kernel, args.max_context = "fused", None
+    with Progress(args.quiet) as progress:
+        decoder = options.load(args, progress)
+        for depth in args.depth:
+            found = tune_step(decoder, depth, progress)
+            path = tune.save(device, found.tiles, found.splits)
+            gain = 100 * (found.before_us / found.after_us - 1)
+            print(
+                f"depth {depth}: {found.before_us:.1f} us a step before, {found.after_us:.1f} us "
+                f"after ({gain:+.1f} %)"
+            )
+    print(f"kept in {path}")
+    return 0
