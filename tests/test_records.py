@@ -185,6 +185,7 @@ def test_layer_report_needs_a_step_and_copes_without_a_ceiling() -> None:
 def test_zero_times_divide_into_none() -> None:
     assert gb_per_s(10, 0.0) is None
     assert gb_per_s(10, None) is None
+    assert gb_per_s(0, 1.0) is None
     assert gb_per_s(4000, 1.0) == 4.0
     assert percent(1.0, 0.0) is None
     assert percent(None, 2.0) is None

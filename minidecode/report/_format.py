@@ -26,13 +26,26 @@ def numbers(
     if digits is None:
         largest = max((abs(value) for value in values if value is not None), default=0.0)
         digits = 2 if largest < 1_000 else 1 if largest < 100_000 else 0
-    sign = "+" if signed else ""
-    return [NONE if value is None else f"{value:{sign},.{digits}f}" for value in values]
+    return [_number(value, signed, digits) for value in values]
+
+
+def _number(value: float | None, signed: bool, digits: int) -> str:
+    if value is None:
+        return NONE
+    if round(value, digits) == 0:
+        return f"{0:.{digits}f}"  # neither -0.0 nor +0.0
+    return f"{value:{'+' if signed else ''},.{digits}f}"
 
 
 def number(value: float | None, digits: int | None = None, *, signed: bool = False) -> str:
     """One value as `numbers` writes it."""
     return numbers([value], digits=digits, signed=signed)[0]
+
+
+def speed(gb_s: float | None, ceiling: float | None = None) -> str:
+    """GB/s without decimals for what reads 1000 and more, as the ceiling tells, else with one."""
+    digits = 0 if max(gb_s or 0.0, ceiling or 0.0) >= 1_000 else 1
+    return number(gb_s, digits)
 
 
 def is_above(pct: float | None) -> bool:
@@ -101,7 +114,7 @@ def ceiling(report: LayerReport) -> str:
     """The read ceiling in words."""
     if report.read_bw_gb_s is None:
         return "read ceiling not measured"
-    return f"read ceiling {report.read_bw_gb_s:,.0f} GB/s, measured"
+    return f"read ceiling {speed(report.read_bw_gb_s)} GB/s, measured"
 
 
 def state_change(before: GpuState, after: GpuState) -> str:
@@ -132,7 +145,7 @@ def environment_items(env: Environment) -> list[tuple[str, str]]:
         ("device", env.device),
         ("GPU", _joined(gpu) if env.gpu else None),
         ("clocks", env.state.describe() if env.gpu and env.state != GpuState() else None),
-        ("read bandwidth", f"{env.read_bw_gb_s:,.0f} GB/s" if env.read_bw_gb_s else None),
+        ("read bandwidth", f"{speed(env.read_bw_gb_s)} GB/s" if env.read_bw_gb_s else None),
         ("driver", env.driver),
         ("CUDA", env.cuda),
         ("nvcc", env.nvcc),

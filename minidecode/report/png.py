@@ -115,7 +115,7 @@ def _roofline(axes: Any, report: LayerReport, colours: dict[str, str]) -> None:
     if report.read_bw_gb_s:
         axes.axhline(report.read_bw_gb_s, color=_INK, linewidth=1.2)
         axes.annotate(
-            f"{report.read_bw_gb_s:,.0f} GB/s, measured",
+            f"{_format.speed(report.read_bw_gb_s)} GB/s, measured",
             (0.01, report.read_bw_gb_s),
             xycoords=("axes fraction", "data"),
             xytext=(0, 4),

@@ -117,7 +117,7 @@ def _headline(report: LayerReport) -> str:
 def _step_lines(report: LayerReport) -> list[str]:
     lines = [
         f"step {number(report.step_us)} µs, {_format.tokens_per_s(report.step_us):,.1f} tokens/s, "
-        f"{number(report.gb_s, 0)} GB/s, {share(report.pct_read_bw)} % of the read ceiling"
+        f"{_format.speed(report.gb_s, report.read_bw_gb_s)} GB/s, {share(report.pct_read_bw)} % of the read ceiling"
     ]
     if report.vs and report.vs_step_us:
         ratio = report.vs_step_us / report.step_us
@@ -146,7 +146,7 @@ def _kinds_table(report: LayerReport) -> Table:
             us[i],
             share(total.pct_step),
             *middle,
-            number(total.gb_s, 0),
+            _format.speed(total.gb_s, report.read_bw_gb_s),
             share(total.pct_read_bw),
             *([] if compared else [_text(_bar(total.pct_read_bw), "cyan")]),
         )
@@ -169,7 +169,7 @@ def _kinds_table(report: LayerReport) -> Table:
         us[-1],
         "100.0",
         *(step if compared else blank),
-        number(report.gb_s, 0),
+        _format.speed(report.gb_s, report.read_bw_gb_s),
         share(report.pct_read_bw),
         *([] if compared else [_text(_bar(report.pct_read_bw), "cyan")]),
         style="bold",
@@ -201,7 +201,7 @@ def _rows_table(report: LayerReport) -> Table:
             left[i],
             right[i],
             _format.size(row.bytes),
-            number(row.gb_s, 0),
+            _format.speed(row.gb_s, report.read_bw_gb_s),
             share(row.pct_read_bw),
         )
     return table
@@ -221,13 +221,13 @@ def runs(results: Sequence[Run], *, plain: bool = False, width: int = WIDTH) -> 
             run.kernel,
             run.test,
             _text(_format.rate(run), "bold"),
-            number(run.gb_s, 0),
+            _format.speed(run.gb_s, run.read_bw_gb_s),
             share(run.pct_read_bw),
         )
     first = results[0]
     line = f"{first.environment.hardware}, {len(first.samples_ns)} repeats"
     if first.read_bw_gb_s is not None:
-        line += f", read ceiling {first.read_bw_gb_s:,.0f} GB/s, measured"
+        line += f", read ceiling {_format.speed(first.read_bw_gb_s)} GB/s, measured"
     parts: list[Any] = [table, _text(line, "dim")]
     if any(_format.is_above(run.pct_read_bw) for run in results):
         parts.append(_text(f"{_format.ABOVE} {_format.ABOVE_RUNS}", "dim"))
@@ -247,7 +247,7 @@ def ab(result: ABResult, *, plain: bool = False, width: int = WIDTH) -> str:
             f"{arm.kernel} ({arm.engine})",
             _text(f"{arm.tokens_s:,.1f}", "bold"),
             step,
-            number(arm.gb_s, 0),
+            _format.speed(arm.gb_s, result.read_bw_gb_s),
             share(arm.pct_read_bw),
         )
     what = f", only {', '.join(result.only)} swapped" if result.only else ""
@@ -323,7 +323,7 @@ def gemv(report: GemvReport, *, plain: bool = False, width: int = WIDTH) -> str:
                 ("" if place > 1 else dtype if place else f"{n}×{k}"),
                 row.kernel,
                 us[i],
-                number(row.gb_s, 0),
+                _format.speed(row.gb_s, report.read_bw_gb_s),
                 _format.gemv_share(row),
                 number(row.vs_cublas, 2),
                 NONE if row.occupancy is None else f"{100 * row.occupancy:.0f}%",
@@ -338,7 +338,7 @@ def gemv(report: GemvReport, *, plain: bool = False, width: int = WIDTH) -> str:
         notes.append(f"{_format.ABOVE} {_format.ABOVE_GEMV}")
     line = report.environment.hardware
     if report.read_bw_gb_s is not None:
-        line += f", read ceiling {report.read_bw_gb_s:,.0f} GB/s, measured"
+        line += f", read ceiling {_format.speed(report.read_bw_gb_s)} GB/s, measured"
     line += "; % read: of a pure read of the same bytes; / cublas: speed over cuBLAS's"
     lines = [_text(note, "dim") for note in (line, *dict.fromkeys(notes))]
     return _render([table, *lines], plain=plain, width=width)
