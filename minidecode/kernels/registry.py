@@ -134,6 +134,8 @@ class Gemv:
     ) -> Callable[[], None]:
         import torch
 
+        from minidecode.kernels.enqueue import raw_stream_getter
+
         try:
             function = getattr(library, symbol)
         except AttributeError:
@@ -149,7 +151,7 @@ class Gemv:
         device = w.device
         if device.type == "cuda":
             index = device.index
-            stream_of = _raw_stream_getter()
+            stream_of = raw_stream_getter()
             current_device = torch.cuda.current_device
         else:  # a library built for the host, as in tests
             index = 0
@@ -169,10 +171,12 @@ class Gemv:
     def _failure(
         self, library: ctypes.CDLL, symbol: str, status: int, n: int, k: int
     ) -> MinidecodeError:
+        from minidecode.kernels.enqueue import status_name
+
         where = f"{symbol} in {self.origin}"
         if status == NOT_SUPPORTED:
             return NotSupportedError(f"{where} does not support n={n}, k={k}")
-        message = f"{where} failed for n={n}, k={k}: {_status_name(library, status)}"
+        message = f"{where} failed for n={n}, k={k}: {status_name(library, status)}"
         if status == NO_KERNEL_IMAGE:
             message += f" (it was compiled for {', '.join(build.architectures())})"
         return MinidecodeError(message)
@@ -370,30 +374,5 @@ def _line_in(path: Path, error: BaseException) -> str:
     return line
 
 
-# --- streams and statuses -------------------------------------------------------------------------
-
-
 def _zero(*_: object) -> int:
     return 0
-
-
-def _raw_stream_getter() -> Callable[[int], int]:
-    """Device index -> the current stream's handle, without making a Stream object if torch can."""
-    import torch
-
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if raw is not None:
-        return raw  # type: ignore[no-any-return]
-    return lambda index: int(torch.cuda.current_stream(index).cuda_stream)
-
-
-def _status_name(library: ctypes.CDLL, status: int) -> str:
-    """A cudaError_t as the runtime that the kernel is linked with names it."""
-    name = f"CUDA error {status}"
-    with contextlib.suppress(AttributeError):
-        describe = library.cudaGetErrorString
-        describe.restype = ctypes.c_char_p
-        text = describe(ctypes.c_int(status))
-        if text:
-            name += f", {text.decode(errors='replace')}"
-    return name
