@@ -391,7 +391,7 @@ class _Runner:
 
         problem = _Problem(shape, dtype, self.device, self._next_seed())
         call = self._call(problem)
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self.device)
         late = torch.empty_like(problem.y)
 
         def on_side_stream() -> None:
@@ -399,7 +399,7 @@ class _Runner:
             problem.x.zero_()
             self._synchronise()
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+                torch.cuda._sleep(SLEEP_CYCLES)
                 problem.x.copy_(fresh)
                 problem.poison()
                 call()
