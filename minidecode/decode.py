@@ -213,27 +213,27 @@ class Decoder:
         state.seek(position)
         state.take(token, self.weights[self.blueprint.embedding][token], position)
 
-    def prefill(self, ids: Sequence[int], *, every: bool = False) -> torch.Tensor:
-        """Process a prompt from position 0 and fill the cache.
+    def prefill(self, ids: Sequence[int], *, every: bool = False, start: int = 0) -> torch.Tensor:
+        """Process a prompt from position `start` and fill the cache; what is before it stays.
 
         Returns FP32 logits [vocab] after the last token, or [len(ids), vocab] if `every`.
         Raises MinidecodeError for an id outside the vocabulary and for non-finite logits.
         """
-        state = self.prepare(max(len(ids), 1))
+        state = self.prepare(max(start + len(ids), 1))
         _check_ids(ids, self.config.vocab_size)
-        state.seek(0)
+        state.seek(start)
         tokens = torch.tensor(list(ids), device=self.device)
         logits: list[torch.Tensor] = []
         with torch.inference_mode():
-            for start in range(0, len(ids), PREFILL_CHUNK):
-                x = self._layers(tokens[start : start + PREFILL_CHUNK], start, check=False)
-                last = start + PREFILL_CHUNK >= len(ids)
+            for i in range(0, len(ids), PREFILL_CHUNK):
+                x = self._layers(tokens[i : i + PREFILL_CHUNK], start + i, check=False)
+                last = i + PREFILL_CHUNK >= len(ids)
                 if every or last:
                     logits.append(self._head(x if every else x[-1:]))
             result = torch.cat(logits)
             if not bool(torch.isfinite(result).all()):
-                self._find_non_finite(tokens)
-        state.enqueued = len(ids)
+                self._find_non_finite(tokens, start)
+        state.enqueued = start + len(ids)
         return result if every else result[0]
 
     def _layers(self, tokens: torch.Tensor, start: int, check: bool) -> torch.Tensor:
@@ -257,11 +257,11 @@ class Decoder:
         head = self.blueprint.head
         return reference.norm_linear(head, self.weights, x, self.config.rms_norm_eps).float()
 
-    def _find_non_finite(self, tokens: torch.Tensor) -> None:
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            x = self._layers(tokens[start : start + PREFILL_CHUNK], start, check=True)
+    def _find_non_finite(self, tokens: torch.Tensor, start: int) -> None:
+        for i in range(0, len(tokens), PREFILL_CHUNK):
+            x = self._layers(tokens[i : i + PREFILL_CHUNK], start + i, check=True)
             if not bool(torch.isfinite(self._head(x)).all()):
-                raise _non_finite("head", start)
+                raise _non_finite("head", start + i)
 
     def generate(
         self,
