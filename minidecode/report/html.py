@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from minidecode.records import LayerReport, LayerRow, LayerTotal
 from minidecode.report import _format
-from minidecode.report._format import NONE, number, numbers, share
+from minidecode.report._format import NONE, number, numbers, share, speed
 from minidecode.report._palette import kind_colours
 
 # The page may run its own script and style and reach for nothing else.
@@ -98,7 +98,7 @@ def _subtitle(report: LayerReport) -> str:
 def _figures(report: LayerReport) -> str:
     """The numbers that one wants first."""
     of_ceiling = (
-        f"{_format.speed(report.gb_s, report.read_bw_gb_s)} of {_format.speed(report.read_bw_gb_s)} GB/s"
+        f"{speed(report.gb_s, report.read_bw_gb_s)} of {speed(report.read_bw_gb_s)} GB/s"
         if report.read_bw_gb_s
         else "ceiling not measured"
     )
@@ -143,10 +143,10 @@ def _tooltip(row: LayerRow, report: LayerReport) -> str:
         f"{number(row.median_us)} µs, {share(row.pct_step)} % of the step",
     ]
     if row.gb_s is not None:
-        speed = f"{_format.size(row.bytes)} at {_format.speed(row.gb_s, report.read_bw_gb_s)} GB/s"
+        line = f"{_format.size(row.bytes)} at {speed(row.gb_s, report.read_bw_gb_s)} GB/s"
         if row.pct_read_bw is not None:
-            speed += f", {share(row.pct_read_bw)} % of the ceiling"
-        lines.append(speed)
+            line += f", {share(row.pct_read_bw)} % of the ceiling"
+        lines.append(line)
     if row.vs_us is not None:
         lines.append(f"other kernel: {number(row.vs_us)} µs ({number(row.delta_us, signed=True)})")
     if row.kernels:
@@ -260,7 +260,8 @@ def _kinds(report: LayerReport, classes: dict[str, str]) -> str:
             f"<td>{total.ops}</td><td>{us[i]}</td><td>{share(total.pct_step)}</td>",
             f'<td class="bar {classes[total.name]}">{_track(total, longest, report)}</td>',
             *_versus_cells(total.vs_us, total.delta_us, digits, compared),
-            f"<td>{_format.size(total.bytes)}</td><td>{_format.speed(total.gb_s, report.read_bw_gb_s)}</td>",
+            f"<td>{_format.size(total.bytes)}</td>",
+            f"<td>{speed(total.gb_s, report.read_bw_gb_s)}</td>",
             f"<td>{share(total.pct_read_bw)}</td>",
         ]
         name = html.escape(total.name)
@@ -277,7 +278,7 @@ def _kinds(report: LayerReport, classes: dict[str, str]) -> str:
         f"<td>{number(report.unexplained_us, digits)}</td>"
         f"<td>{report.unexplained_pct:.1f}</td><td></td>{blank}<td></td><td></td><td></td></tr>"
         f'<tr class="total"><th scope="row">step</th><td></td><td>{us[-1]}</td><td>100.0</td>'
-        f"<td></td>{step_vs}<td></td><td>{_format.speed(report.gb_s, report.read_bw_gb_s)}</td>"
+        f"<td></td>{step_vs}<td></td><td>{speed(report.gb_s, report.read_bw_gb_s)}</td>"
         f"<td>{share(report.pct_read_bw)}</td></tr>"
     )
     table = (
@@ -400,9 +401,10 @@ def _heat_cell(item: tuple[int, LayerRow] | None, longest: float, report: LayerR
         side = "better" if weight > 0 else "worse"
         style += f";--d:{min(100.0, 100.0 * abs(weight)):.1f};--side:var(--{side})"
     look = "" if row.gb_s is not None else ' class="nobytes"'
+    words = _tooltip(row, report)
     return (
-        f'<td{look} style="{style}"><a href="#op-{i}" tabindex="-1" title="{_tooltip(row, report)}" '
-        f'aria-label="{_tooltip(row, report)}"></a></td>'
+        f'<td{look} style="{style}"><a href="#op-{i}" tabindex="-1" title="{words}" '
+        f'aria-label="{words}"></a></td>'
     )
 
 
@@ -425,11 +427,10 @@ def _roofline(report: LayerReport, classes: dict[str, str]) -> str:
         for look, width, height in (("wide", 1040, 420), ("narrow", 360, 330))
     )
     left_out = len(report.rows) - len(points)
-    note = (
-        f'<p class="note">{left_out} ops read neither weights nor cache and are not shown.</p>'
-        if left_out
-        else ""
-    )
+    them = "op that reads neither weights nor cache is"
+    if left_out > 1:
+        them = "ops that read neither weights nor cache are"
+    note = f'<p class="note">{left_out} {them} not shown.</p>' if left_out else ""
     say = (
         "Bytes that an op reads against the speed it reads them at. Ops at the ceiling are bound "
         "by memory, ops far below it by latency; along a dashed line all take the same time."
@@ -472,7 +473,7 @@ def _roofline_svg(
     taken = [_around(x(row.bytes), y(row.gb_s or 1.0)) for _, row in points]
     if report.read_bw_gb_s:
         at = y(report.read_bw_gb_s)
-        words = f"{_format.speed(report.read_bw_gb_s)} GB/s, measured"
+        words = f"{speed(report.read_bw_gb_s)} GB/s, measured"
         parts.append(
             f'<line class="ceiling" x1="{left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>'
         )
@@ -635,7 +636,7 @@ def _rows(report: LayerReport, classes: dict[str, str]) -> str:
             _cell(row.p95_us, p95[i]),
             _cell(row.pct_step, share(row.pct_step)),
             *versus,
-            _cell(row.gb_s, _format.speed(row.gb_s, report.read_bw_gb_s)),
+            _cell(row.gb_s, speed(row.gb_s, report.read_bw_gb_s)),
             _cell(row.pct_read_bw, share(row.pct_read_bw)),
             _cell(row.bytes, _format.size(row.bytes)),
             _cell(row.duration_us, own[i]),
@@ -695,7 +696,8 @@ def _layer_totals(report: LayerReport) -> str:
         lines.append(
             f'<tr><th scope="row">{html.escape(total.name)}</th><td>{total.ops}</td>'
             f"<td>{us[i]}</td><td>{share(total.pct_step)}</td>{versus}"
-            f"<td>{_format.size(total.bytes)}</td><td>{_format.speed(total.gb_s, report.read_bw_gb_s)}</td>"
+            f"<td>{_format.size(total.bytes)}</td>"
+            f"<td>{speed(total.gb_s, report.read_bw_gb_s)}</td>"
             f"<td>{share(total.pct_read_bw)}</td></tr>"
         )
     return (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from minidecode.records import ABResult, CheckResult, Environment, GemvReport, LayerReport, Run
 from minidecode.report import _format
-from minidecode.report._format import NONE, number, numbers, share
+from minidecode.report._format import NONE, number, numbers, share, speed
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -76,7 +76,7 @@ def layers(report: LayerReport) -> str:
             *([vs[i], delta[i]] if compared else []),
             share(total.pct_step),
             _format.size(total.bytes),
-            _format.speed(total.gb_s, report.read_bw_gb_s),
+            speed(total.gb_s, report.read_bw_gb_s),
             share(total.pct_read_bw),
         ]
         for i, total in enumerate(report.by_kind)
@@ -96,7 +96,7 @@ def layers(report: LayerReport) -> str:
             *(step_vs if compared else []),
             "100.0",
             _format.size(report.bytes),
-            _format.speed(report.gb_s, report.read_bw_gb_s),
+            speed(report.gb_s, report.read_bw_gb_s),
             share(report.pct_read_bw),
         ]
     )
@@ -132,7 +132,7 @@ def _layer_rows(report: LayerReport) -> str:
             _format.shape(row.shape),
             _format.size(row.bytes),
             *(column[i] for column in columns),
-            _format.speed(row.gb_s, report.read_bw_gb_s),
+            speed(row.gb_s, report.read_bw_gb_s),
             share(row.pct_read_bw),
             share(row.pct_step),
         ]
@@ -156,7 +156,7 @@ def runs(results: Sequence[Run]) -> str:
             run.test,
             _format.rate(run),
             step,
-            _format.speed(run.gb_s, run.read_bw_gb_s),
+            speed(run.gb_s, run.read_bw_gb_s),
             share(run.pct_read_bw),
         ]
         for run, step in zip(results, steps, strict=True)
@@ -179,7 +179,7 @@ def ab(result: ABResult) -> str:
             arm.engine,
             f"{arm.tokens_s:,.1f}",
             step,
-            _format.speed(arm.gb_s, result.read_bw_gb_s),
+            speed(arm.gb_s, result.read_bw_gb_s),
             share(arm.pct_read_bw),
         ]
         for letter, arm, step in zip("AB", (result.a, result.b), steps, strict=True)
@@ -224,7 +224,7 @@ def gemv(report: GemvReport) -> str:
             f"{row.n} × {row.k}",
             row.dtype,
             us[i],
-            _format.speed(row.gb_s, report.read_bw_gb_s),
+            speed(row.gb_s, report.read_bw_gb_s),
             read[i],
             _format.gemv_share(row),
             NONE if row.vs_cublas is None else f"{row.vs_cublas:.2f}x",

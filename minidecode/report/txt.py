@@ -17,7 +17,7 @@ from minidecode.records import (
     Run,
 )
 from minidecode.report import _format
-from minidecode.report._format import NONE, number, numbers, share
+from minidecode.report._format import NONE, number, numbers, share, speed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -117,7 +117,8 @@ def _headline(report: LayerReport) -> str:
 def _step_lines(report: LayerReport) -> list[str]:
     lines = [
         f"step {number(report.step_us)} µs, {_format.tokens_per_s(report.step_us):,.1f} tokens/s, "
-        f"{_format.speed(report.gb_s, report.read_bw_gb_s)} GB/s, {share(report.pct_read_bw)} % of the read ceiling"
+        f"{speed(report.gb_s, report.read_bw_gb_s)} GB/s, {share(report.pct_read_bw)} % of the "
+        "read ceiling"
     ]
     if report.vs and report.vs_step_us:
         ratio = report.vs_step_us / report.step_us
@@ -146,7 +147,7 @@ def _kinds_table(report: LayerReport) -> Table:
             us[i],
             share(total.pct_step),
             *middle,
-            _format.speed(total.gb_s, report.read_bw_gb_s),
+            speed(total.gb_s, report.read_bw_gb_s),
             share(total.pct_read_bw),
             *([] if compared else [_text(_bar(total.pct_read_bw), "cyan")]),
         )
@@ -169,7 +170,7 @@ def _kinds_table(report: LayerReport) -> Table:
         us[-1],
         "100.0",
         *(step if compared else blank),
-        _format.speed(report.gb_s, report.read_bw_gb_s),
+        speed(report.gb_s, report.read_bw_gb_s),
         share(report.pct_read_bw),
         *([] if compared else [_text(_bar(report.pct_read_bw), "cyan")]),
         style="bold",
@@ -201,7 +202,7 @@ def _rows_table(report: LayerReport) -> Table:
             left[i],
             right[i],
             _format.size(row.bytes),
-            _format.speed(row.gb_s, report.read_bw_gb_s),
+            speed(row.gb_s, report.read_bw_gb_s),
             share(row.pct_read_bw),
         )
     return table
@@ -221,13 +222,13 @@ def runs(results: Sequence[Run], *, plain: bool = False, width: int = WIDTH) -> 
             run.kernel,
             run.test,
             _text(_format.rate(run), "bold"),
-            _format.speed(run.gb_s, run.read_bw_gb_s),
+            speed(run.gb_s, run.read_bw_gb_s),
             share(run.pct_read_bw),
         )
     first = results[0]
     line = f"{first.environment.hardware}, {len(first.samples_ns)} repeats"
     if first.read_bw_gb_s is not None:
-        line += f", read ceiling {_format.speed(first.read_bw_gb_s)} GB/s, measured"
+        line += f", read ceiling {speed(first.read_bw_gb_s)} GB/s, measured"
     parts: list[Any] = [table, _text(line, "dim")]
     if any(_format.is_above(run.pct_read_bw) for run in results):
         parts.append(_text(f"{_format.ABOVE} {_format.ABOVE_RUNS}", "dim"))
@@ -247,7 +248,7 @@ def ab(result: ABResult, *, plain: bool = False, width: int = WIDTH) -> str:
             f"{arm.kernel} ({arm.engine})",
             _text(f"{arm.tokens_s:,.1f}", "bold"),
             step,
-            _format.speed(arm.gb_s, result.read_bw_gb_s),
+            speed(arm.gb_s, result.read_bw_gb_s),
             share(arm.pct_read_bw),
         )
     what = f", only {', '.join(result.only)} swapped" if result.only else ""
@@ -323,7 +324,7 @@ def gemv(report: GemvReport, *, plain: bool = False, width: int = WIDTH) -> str:
                 ("" if place > 1 else dtype if place else f"{n}×{k}"),
                 row.kernel,
                 us[i],
-                _format.speed(row.gb_s, report.read_bw_gb_s),
+                speed(row.gb_s, report.read_bw_gb_s),
                 _format.gemv_share(row),
                 number(row.vs_cublas, 2),
                 NONE if row.occupancy is None else f"{100 * row.occupancy:.0f}%",
@@ -338,7 +339,7 @@ def gemv(report: GemvReport, *, plain: bool = False, width: int = WIDTH) -> str:
         notes.append(f"{_format.ABOVE} {_format.ABOVE_GEMV}")
     line = report.environment.hardware
     if report.read_bw_gb_s is not None:
-        line += f", read ceiling {_format.speed(report.read_bw_gb_s)} GB/s, measured"
+        line += f", read ceiling {speed(report.read_bw_gb_s)} GB/s, measured"
     line += "; % read: of a pure read of the same bytes; / cublas: speed over cuBLAS's"
     lines = [_text(note, "dim") for note in (line, *dict.fromkeys(notes))]
     return _render([table, *lines], plain=plain, width=width)

@@ -1,0 +1,58 @@
+"""Pictures: real PNG files with something on them, and a clear error without matplotlib."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import sys
+
+import pytest
+from report_samples import gemv_report, layer_report
+
+from minidecode.errors import MinidecodeError, MissingError
+from minidecode.report import png
+
+image = pytest.importorskip("PIL.Image", reason="pillow comes with matplotlib")
+pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+
+
+def colours(data: bytes) -> set[tuple[int, ...]]:
+    with image.open(io.BytesIO(data)) as picture:
+        assert picture.format == "PNG"
+        assert picture.width > 600
+        assert picture.height > 300
+        counted = picture.convert("RGB").getcolors(maxcolors=1 << 24)
+    return {colour for count, colour in counted if count > 50}
+
+
+def test_layers_draw_every_kind_and_the_ceiling() -> None:
+    seen = colours(png.layers(layer_report()))
+    for colour in ("#4477aa", "#ee6677", "#66ccee", "#228833", "#ccbb44", "#aa3377"):
+        assert tuple(bytes.fromhex(colour[1:])) in seen
+    assert png.layers(layer_report(read_bw_gb_s=None)).startswith(b"\x89PNG")
+
+
+def test_gemv_draws_square_sizes_and_other_shapes() -> None:
+    square = png.gemv(gemv_report())
+    assert tuple(bytes.fromhex("ee6677")) in colours(square)
+    rows = [dataclasses.replace(row, k=row.k // 2) for row in gemv_report().rows]
+    other = png.gemv(gemv_report(rows=rows))
+    assert other != square
+    both = [dataclasses.replace(row, dtype="fp32") for row in gemv_report().rows]
+    wide = png.gemv(gemv_report(rows=[*gemv_report().rows, *both]))
+    with image.open(io.BytesIO(wide)) as a, image.open(io.BytesIO(square)) as b:
+        assert a.width > 1.8 * b.width
+
+
+def test_nothing_to_draw_is_an_error() -> None:
+    last = gemv_report().rows[-1]
+    with pytest.raises(MinidecodeError, match="no kernel ran"):
+        png.gemv(gemv_report(rows=[last]))
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingError, match=r'pip install "minidecode\[plot\]"'):
+        png.layers(layer_report())
