@@ -195,6 +195,15 @@ def test_includes_are_followed_as_a_compiler_does(tmp_path: Path) -> None:
     }
 
 
+def test_headers_beside_a_link_are_found_as_a_compiler_does(tmp_path: Path) -> None:
+    real = write_kernel(tmp_path / "real")
+    link = tmp_path / "link" / "mine.cu"
+    link.parent.mkdir()
+    link.symlink_to(real)
+    (link.parent / "code.cuh").write_text("")
+    assert build.included_files(link, []) == [link, link.parent / "code.cuh"]
+
+
 def test_every_source_of_ours_is_hashed_with_its_headers() -> None:
     sources = sorted(build.cuda_sources().glob("*/*.cu"))
     assert sources

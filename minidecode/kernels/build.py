@@ -196,7 +196,7 @@ def included_files(source: Path, search: Sequence[Path] | None = None) -> list[P
     """
     folders = tuple(include_dirs() if search is None else search)
     found: dict[Path, None] = {}
-    waiting = [source.resolve()]
+    waiting = [_absolute(source)]
     while waiting:
         path = waiting.pop()
         if path in found:
@@ -208,7 +208,7 @@ def included_files(source: Path, search: Sequence[Path] | None = None) -> list[P
             for folder in (*beside, *folders):
                 candidate = folder / name
                 if candidate.is_file():
-                    waiting.append(candidate.resolve())
+                    waiting.append(_absolute(candidate))
                     break
     return list(found)
 
@@ -219,6 +219,11 @@ def source_hash(source: Path, search: Sequence[Path] | None = None) -> str:
     for path in sorted(included_files(source, search)):
         digest.update(os.fsencode(path) + b"\0" + hashlib.sha256(_read(path)).digest())
     return digest.hexdigest()
+
+
+def _absolute(path: Path) -> Path:
+    """Without following links: a compiler looks for headers beside the name that it is given."""
+    return Path(os.path.abspath(path))
 
 
 def _read(path: Path) -> bytes:
@@ -417,7 +422,7 @@ def plan_build(
     """Decides name, folder and flags; starts no compiler but `nvcc --version`, once a process."""
     import torch
 
-    source = Path(os.path.abspath(source))
+    source = _absolute(source)
     if not source.is_file():
         raise UsageError(f"no such kernel file: {source}")
     toolkit = toolkit or find_toolkit()

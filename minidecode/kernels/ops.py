@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 DTYPES: tuple[str, ...] = ("fp16", "fp32")
 BYTES: dict[str, int] = {"fp16": 2, "fp32": 4}
 
+# Elements of a matrix above which its FP64 product would take a CPU seconds; 128 MB in FP64.
+LARGE = 1 << 24
+
 
 class NotSupportedError(MinidecodeError):
     """A kernel says that it does not handle this shape; it has enqueued nothing."""
@@ -37,31 +40,30 @@ def gemv_bytes(n: int, k: int, dtype: str = "fp16") -> int:
 
 
 def gemv_reference(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """w[n, k] @ x[k] in FP64 on the CPU, shape [n]. A slab of rows at a time bounds the memory."""
-    return _slabs(w, x, squared=False)
+    """w[n, k] @ x[k] in FP64, shape [n], on the CPU."""
+    return gemv_reference_and_scale(w, x)[0]
 
 
-def gemv_row_scale(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """√Σⱼ (w[i, j]·x[j])² in FP64 on the CPU, shape [n]: how large a row's result is by chance.
+def gemv_reference_and_scale(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """w[n, k] @ x[k] and √Σⱼ (w[i, j]·x[j])², both in FP64, of shape [n] and on the CPU.
 
-    A row's error is judged against this, since its own result may happen to be next to nothing.
+    The second is how large a row's result is by chance. A row's error is judged against it, since
+    the result itself may happen to be next to nothing. Worked out on the CPU, matrices of more than
+    LARGE elements on their own device; a slab of rows at a time bounds the memory.
     """
-    return _slabs(w, x, squared=True).sqrt()
-
-
-def _slabs(w: torch.Tensor, x: torch.Tensor, *, squared: bool) -> torch.Tensor:
     import torch
 
     n, k = w.shape
-    x64 = x.detach().cpu().double()
-    if squared:
-        x64 = x64.square()
-    rows = max(1, (1 << 24) // max(1, k))
-    out = torch.empty(n, dtype=torch.float64)
+    place = w.device if w.numel() > LARGE else torch.device("cpu")
+    x64 = x.detach().to(place, torch.float64)
+    result = torch.empty(n, dtype=torch.float64)
+    scale = torch.empty(n, dtype=torch.float64)
+    rows = max(1, LARGE // max(1, k))
     for start in range(0, n, rows):
-        slab = w[start : start + rows].detach().cpu().double()
-        out[start : start + rows] = (slab.square_() if squared else slab) @ x64
-    return out
+        slab = w[start : start + rows].detach().to(place, torch.float64)
+        result[start : start + rows] = slab @ x64
+        scale[start : start + rows] = slab.square_() @ x64.square()
+    return result, scale.sqrt_()
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:

@@ -269,13 +269,13 @@ def cuda_gemv(name: str, path: Path, *, builtin: bool) -> Gemv:
     code = "\n".join(
         _without_comments(file.read_text(encoding="utf-8", errors="replace"))
         for file in build.included_files(path)
-        if not any(file.is_relative_to(folder.resolve()) for folder in ours)
+        if not any(file.is_relative_to(folder) for folder in ours)
     )
     dtypes = tuple(d for d, symbol in SYMBOLS.items() if re.search(rf"\b{symbol}\b", code))
     text = path.read_text(encoding="utf-8", errors="replace")
     comment = re.search(r"^\s*(?://+|/\*+)[ \t]*(.*?)[ \t]*(?:\*/)?[ \t]*$", text, re.MULTILINE)
     summary = comment.group(1) if comment else ""
-    return Gemv(name, summary, dtypes or ("fp16",), path.resolve(), ("cuda",), None, builtin)
+    return Gemv(name, summary, dtypes or ("fp16",), path.absolute(), ("cuda",), None, builtin)
 
 
 def _python_gemv(name: str, path: Path, function: str, *, builtin: bool) -> Gemv:
@@ -293,7 +293,7 @@ def _python_gemv(name: str, path: Path, function: str, *, builtin: bool) -> Gemv
         name,
         str(constants.get("SUMMARY", doc.strip().split("\n")[0])),
         tuple(constants.get("DTYPES", DTYPES)),
-        path.resolve(),
+        path.absolute(),
         tuple(constants.get("DEVICES", ("cpu", "cuda"))),
         function,
         builtin,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -255,7 +256,9 @@ def fused_linear(
 
 @functools.cache
 def _tile_build(stem: str, tile: Tile) -> build.BuildPlan:
-    return build.plan_build(_source(stem), extra_flags=[f"-DMINIDECODE_TILES={tile.spelled}"])
+    # One macro a field: nvcc takes a comma in -D for the end of the definition.
+    flags = [f"-DMINIDECODE_{name.upper()}={value}" for name, value in asdict(tile).items()]
+    return build.plan_build(_source(stem), extra_flags=flags)
 
 
 def _source(stem: str) -> Path:
