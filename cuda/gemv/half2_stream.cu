@@ -1,0 +1,123 @@
+// Ours: 16-byte streaming loads of several rows a block, tile by shape, under way before the wait.
+//
+// It is the fused linear layer of the decode step with nothing before or after the product. Weights
+// are read before the dependent-launch wait, so the kernel right before it must not write them.
+#include <climits>
+#include <cstddef>
+
+#include "minidecode/abi.cuh"
+#include "minidecode/fused_linear.cuh"
+#include "minidecode/launch.cuh"
+#include "minidecode/load.cuh"
+#include "minidecode/reduce.cuh"
+
+namespace {
+
+using minidecode::FusedLinear;
+using minidecode::kWarp;
+
+using Launch = cudaError_t (*)(const FusedLinear&, cudaStream_t);
+
+// ROWS of a block are held in registers or, by bulk copies of sm_90, STAGED in shared memory.
+template <int THREADS, int ROWS, int STAGED = 0>
+constexpr Launch kTile =
+    minidecode::launch_fused_linear<minidecode::Epilogue::kStore, false,
+                                    minidecode::Tile<THREADS, ROWS, 1, STAGED>>;
+
+struct Rule {
+  int least_n;
+  int most_k;
+  Launch launch;
+};
+
+// The first rule that a shape meets is its tile. Heads are best staged; many rows want small
+// blocks, of which a multiprocessor holds more, and long rows large ones; few rows are split finer,
+// or there is no block for every multiprocessor.
+constexpr Rule kStaged[] = {
+    {32768, 1024, kTile<128, 0, 4>},  // heads of hidden size 1024
+    {32768, 2048, kTile<128, 0, 8>},  // 2048
+    {32768, 4096, kTile<256, 0, 8>},  // and 4096
+};
+constexpr Rule kRegisters[] = {
+    {8192, 2048, kTile<128, 8>},     // gate and up of a 1B
+    {1, 1024, kTile<128, 4>},        // all layers of a 135M
+    {2560, 2048, kTile<192, 4>},     // qkv of a 1B
+    {1024, 2048, kTile<256, 8>},     // o of a 1B
+    {2048, 3072, kTile<192, 8>},     // a 3B: 384 pieces are two a thread
+    {16384, 4096, kTile<192, 8>},    // gate and up of an 8B
+    {2048, 4096, kTile<256, 8>},     // qkv and o of an 8B
+    {4096, 8192, kTile<256, 8>},     // 8192 squared
+    {2048, INT_MAX, kTile<512, 8>},  // down of all
+    {1, INT_MAX, kTile<256, 4>},     // few and long rows
+};
+
+template <int COUNT>
+Launch first_that_holds(const Rule (&rules)[COUNT], int n, int k) {
+  for (const Rule& rule : rules) {
+    if (n >= rule.least_n && k <= rule.most_k) return rule.launch;
+  }
+  return nullptr;
+}
+
+Launch tile_for(int n, int k) {
+  const Launch staged = minidecode::has_pdl() ? first_that_holds(kStaged, n, k) : nullptr;
+  return staged != nullptr ? staged : first_that_holds(kRegisters, n, k);
+}
+
+// Where 16-byte loads would be misaligned: a warp a row, in pieces of two elements or one.
+constexpr int kThreads = 256;
+constexpr int kRows = kThreads / kWarp;
+
+__device__ __forceinline__ float product(half w, half x) {
+  return __half2float(w) * __half2float(x);
+}
+
+__device__ __forceinline__ float product(half2 w, half2 x) {
+  const float2 wv = __half22float2(w), xv = __half22float2(x);
+  return wv.x * xv.x + wv.y * xv.y;
+}
+
+template <typename Piece>
+__global__ void __launch_bounds__(kThreads) gemv_pieces(half* __restrict__ y,         // [n]
+                                                        const Piece* __restrict__ w,  // [n, pieces]
+                                                        const Piece* __restrict__ x,  // [pieces]
+                                                        int n, int pieces) {
+  const int lane = threadIdx.x % kWarp;
+  const size_t row = size_t{blockIdx.x} * kRows + threadIdx.x / kWarp;
+  if (row >= n) return;
+  const Piece* w_row = w + row * pieces;
+  float sum = 0.0f;
+  // Signed and 64 bits wide: any k fits, and the compiler may unroll.
+#pragma unroll 8
+  for (ptrdiff_t i = lane; i < pieces; i += kWarp) sum += product(w_row[i], x[i]);
+  sum = minidecode::warp_sum(sum);
+  if (lane == 0) y[row] = __float2half_rn(sum);
+}
+
+template <typename Piece>
+cudaError_t run_pieces(half* y, const half* w, const half* x, int n, int k, cudaStream_t stream) {
+  constexpr int kElements = sizeof(Piece) / sizeof(half);
+  const minidecode::LaunchShape shape = {dim3((n - 1) / kRows + 1), dim3(kThreads)};
+  return minidecode::launch(gemv_pieces<Piece>, shape, minidecode::Pdl::kOff, stream, y,
+                            reinterpret_cast<const Piece*>(w), reinterpret_cast<const Piece*>(x), n,
+                            k / kElements);
+}
+
+}  // namespace
+
+cudaError_t minidecode_gemv(half* y, const half* w, const half* x, int n, int k,
+                            cudaStream_t stream) {
+  const auto aligned = [=](int bytes) {
+    return minidecode::rows_aligned(w, k, bytes) && minidecode::rows_aligned(x, k, bytes);
+  };
+  if (aligned(sizeof(uint4))) {
+    FusedLinear a = {};
+    a.y = y;
+    a.w = w;
+    a.x = x;
+    a.n = n;
+    a.k = k;
+    return tile_for(n, k)(a, stream);
+  }
+  return (aligned(sizeof(half2)) ? run_pieces<half2> : run_pieces<half>)(y, w, x, n, k, stream);
+}
