@@ -102,10 +102,11 @@ def _figures(report: LayerReport) -> str:
         if report.read_bw_gb_s
         else "ceiling not measured"
     )
+    of_what = "%" if report.read_bw_gb_s else ""
     items = [
         ("One step", number(report.step_us), "µs", ""),
         ("Tokens a second", f"{_format.tokens_per_s(report.step_us):,.1f}", "", ""),
-        ("Of the read ceiling", share(report.pct_read_bw), "%", of_ceiling),
+        ("Of the read ceiling", share(report.pct_read_bw), of_what, of_ceiling),
         ("Read for a token", *_format.size(report.bytes).split(" "), ""),
         (
             "Unexplained",
@@ -265,7 +266,7 @@ def _kinds(report: LayerReport, classes: dict[str, str]) -> str:
             f"<td>{share(total.pct_read_bw)}</td>",
         ]
         name = html.escape(total.name)
-        lines.append(f'<tr><th scope="row">{swatch}{name}</th>{"".join(cells)}</tr>')
+        lines.append(f'<tr><th scope="row" title="{name}">{swatch}{name}</th>{"".join(cells)}</tr>')
     blank = "<td></td><td></td>" if compared else ""
     sum_share = share(100.0 * report.sum_us / report.step_us)
     change = None if report.vs_step_us is None else report.vs_step_us - report.step_us
