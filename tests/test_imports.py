@@ -21,12 +21,16 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "": frozenset({"decode", "loading", "sampling"}),  # minidecode/__init__.py
     "__main__": frozenset({"cli"}),
     "cli": EVERYTHING,
-    "bench": frozenset({"", "bench", "cache", "config", "decode", "kernels", "plan", "records"}),
+    "bench": frozenset(
+        {"", "bench", "cache", "config", "decode", "kernels", "models.stages", "plan", "records"}
+    ),
     "bench.stats": frozenset(),
     "report": frozenset({"records", "report"}),
     "records": frozenset(),
     "loading": frozenset({"checkpoint", "decode", "models", "plan", "weights"}),
-    "decode": frozenset({"config", "kernels.build", "models", "plan", "sampling", "weights"}),
+    "decode": frozenset(
+        {"config", "kernels.build", "kernels.tiles", "models", "plan", "sampling", "weights"}
+    ),
     "plan": frozenset({"config", "kernels", "models.stages", "plan", "sampling", "weights"}),
     "weights": frozenset({"checkpoint", "config", "models"}),
     "models": frozenset({"config", "models"}),
