@@ -139,6 +139,8 @@ __global__ void __launch_bounds__(WARPS* kWarp) attend(const Attention a) {
   load_gain(q_gain, a.q_norm, head_dim);
   load_gain(k_gain, a.k_norm, head_dim);
   pdl_trigger();
+  // Its blocks write to each other's shared memory, so all of them must have started.
+  if (CLUSTER) cluster_sync();
   pdl_wait();
 
   // This step's rows: q of `heads` heads, then k, then v.
@@ -252,40 +254,47 @@ __global__ void __launch_bounds__(WARPS* kWarp) attend(const Attention a) {
   total += __shfl_xor_sync(kFullMask, total, 1);
   total += __shfl_xor_sync(kFullMask, total, 2);
 
-  // Warps of the block, then blocks of the cluster: weights exp2(own maximum - overall maximum).
-  float* warp_out = shared;                               // [WARPS, heads, HEAD_DIM]
-  float* warp_top = warp_out + WARPS * heads * HEAD_DIM;  // [WARPS, heads]
-  float* warp_total = warp_top + WARPS * heads;           // [WARPS, heads]
-  float* block_out = warp_total + WARPS * heads;          // [heads, HEAD_DIM]
-  float* block_top = block_out + heads * HEAD_DIM;        // [heads]
-  float* block_total = block_top + heads;                 // [heads]
+  // Warps of the block first: each scales its own part to the block's greatest score.
+  float* part = shared;                           // [WARPS, heads, HEAD_DIM]
+  float* tops = part + WARPS * heads * HEAD_DIM;  // [heads, WARPS]
+  float* sums = tops + heads * WARPS;             // [heads, WARPS]
+  if (t == 0 && g < heads) tops[g * WARPS + warp] = greatest;
+  __syncthreads();
   if (g < heads) {
-    float* target = warp_out + (warp * heads + g) * HEAD_DIM + 16 * t;
+    float top = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, tops[g * WARPS + w]);
+    // A warp with no position has -inf, and so has a block with none.
+    const float share = greatest == -INFINITY ? 0.0f : exp2f(greatest - top);
+    if (t == 0) sums[g * WARPS + warp] = total * share;
+    float* target = part + (warp * heads + g) * HEAD_DIM + 16 * t;
 #pragma unroll
     for (int m = 0; m < kSpans; ++m) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) target[64 * m + 8 * c + i] = out[m][i][c];
+        for (int i = 0; i < 8; i += 4) {
+          *reinterpret_cast<float4*>(target + 64 * m + 8 * c + i) =
+              make_float4(out[m][i][c] * share, out[m][i + 1][c] * share, out[m][i + 2][c] * share,
+                          out[m][i + 3][c] * share);
+        }
       }
-    }
-    if (t == 0) {
-      warp_top[warp * heads + g] = greatest;
-      warp_total[warp * heads + g] = total;
     }
   }
   __syncthreads();
+  // Then the blocks of a cluster: each owns a slice of the result and is sent the others' parts.
+  float* inbox = sums + heads * WARPS;                // [splits, slice]
+  float* inbox_tops = inbox + heads * HEAD_DIM;       // [splits, heads]
+  float* inbox_sums = inbox_tops + a.splits * heads;  // [splits, heads]
+  const int slice = heads * HEAD_DIM / a.splits;
   for (int e = threadIdx.x; e < heads * HEAD_DIM; e += WARPS * kWarp) {
     const int h = e / HEAD_DIM, dim = e % HEAD_DIM;
     float top = -INFINITY, sum = 0.0f, weighted = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, warp_top[w * heads + h]);
-#pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-      // A block with no position at all has top = -inf and contributes nothing.
-      const float share = top == -INFINITY ? 0.0f : exp2f(warp_top[w * heads + h] - top);
-      sum += warp_total[w * heads + h] * share;
-      weighted += warp_out[(w * heads + h) * HEAD_DIM + dim] * share;
+      top = fmaxf(top, tops[h * WARPS + w]);
+      sum += sums[h * WARPS + w];
+      weighted += part[(w * heads + h) * HEAD_DIM + dim];
     }
     if (a.splits == 1) {
       if (dim < head_dim) {
@@ -293,39 +302,37 @@ __global__ void __launch_bounds__(WARPS* kWarp) attend(const Attention a) {
             __float2half_rn(weighted / sum);
       }
     } else if (CLUSTER) {
-      block_out[e] = weighted;
-      if (dim == 0) {
-        block_top[h] = top;
-        block_total[h] = sum;
+      cluster_shared(inbox, e / slice)[split * slice + e % slice] = weighted;
+      if (dim < a.splits) {
+        cluster_shared(inbox_tops, dim)[split * heads + h] = top;
+        cluster_shared(inbox_sums, dim)[split * heads + h] = sum;
       }
     } else if (dim < head_dim) {
-      float* part =
+      float* parts =
           a.scratch + static_cast<size_t>((first_head + h) * a.splits + split) * (head_dim + 2);
-      part[2 + dim] = weighted;
+      parts[2 + dim] = weighted;
       if (dim == 0) {
-        part[0] = top;
-        part[1] = sum;
+        parts[0] = top;
+        parts[1] = sum;
       }
     }
   }
   if (!CLUSTER || a.splits == 1) return;
 
   cluster_sync();
-  for (int e = split * WARPS * kWarp + threadIdx.x; e < heads * HEAD_DIM;
-       e += a.splits * WARPS * kWarp) {
-    const int h = e / HEAD_DIM, dim = e % HEAD_DIM;
+  for (int e = threadIdx.x; e < slice; e += WARPS * kWarp) {
+    const int h = (split * slice + e) / HEAD_DIM, dim = (split * slice + e) % HEAD_DIM;
     float top = -INFINITY, sum = 0.0f, weighted = 0.0f;
-    for (int s = 0; s < a.splits; ++s) top = fmaxf(top, cluster_shared(block_top, s)[h]);
+    for (int s = 0; s < a.splits; ++s) top = fmaxf(top, inbox_tops[s * heads + h]);
     for (int s = 0; s < a.splits; ++s) {
-      const float share = exp2f(cluster_shared(block_top, s)[h] - top);
-      sum += cluster_shared(block_total, s)[h] * share;
-      weighted += cluster_shared(block_out, s)[e] * share;
+      const float share = exp2f(inbox_tops[s * heads + h] - top);
+      sum += inbox_sums[s * heads + h] * share;
+      weighted += inbox[s * slice + e] * share;
     }
     if (dim < head_dim) {
       a.out[static_cast<size_t>(first_head + h) * head_dim + dim] = __float2half_rn(weighted / sum);
     }
   }
-  cluster_sync();  // a block's shared memory is read until all are through
 }
 
 // Without clusters: one block a head joins what the splits left in `scratch`.
@@ -354,7 +361,8 @@ cudaError_t launch_attention(const Attention& a, bool cluster, cudaStream_t stre
   LaunchShape shape;
   shape.grid = dim3(a.kv_heads * groups, a.splits);
   shape.block = dim3(WARPS * kWarp);
-  shape.shared_bytes = (WARPS + 1) * heads * (HEAD_DIM + 2) * static_cast<int>(sizeof(float));
+  const int floats = heads * ((WARPS + 1) * HEAD_DIM + 2 * WARPS + 2 * a.splits);
+  shape.shared_bytes = floats * static_cast<int>(sizeof(float));
   if (cluster) {
     shape.cluster = a.splits;
     return launch(attend<HEAD_DIM, WARPS, TILES, true>, shape, Pdl::kOn, stream, a);

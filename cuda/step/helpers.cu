@@ -8,34 +8,70 @@
 namespace minidecode {
 namespace {
 
-constexpr int kNormThreads = 1024;
+constexpr int kNormThreads = 512;
 constexpr int kThreads = 256;
 
 int blocks_for(int n) { return (n + kThreads - 1) / kThreads; }
 
 // x += delta if there is one; y = x / rms(x) * weight, statistics in FP32. One block.
+// VECTOR: eight elements at a time, the first of them kept between the two passes.
+template <bool VECTOR>
 __global__ void __launch_bounds__(kNormThreads) rms_norm(half* y,             // [n]
                                                          half* x,             // [n]
                                                          const half* delta,   // [n] or null
                                                          const half* weight,  // [n]
                                                          int n, float eps) {
+  constexpr int kWidth = VECTOR ? 8 : 1;
   __shared__ float scratch[kNormThreads / kWarp];
   pdl_trigger();
   pdl_wait();
-  float squares = 0.0f;
-  for (int i = threadIdx.x; i < n; i += kNormThreads) {
-    float v = __half2float(__ldcg(x + i));
-    if (delta != nullptr) {
-      const half sum = __float2half_rn(v + __half2float(__ldcg(delta + i)));
-      x[i] = sum;
-      v = __half2float(sum);
+  auto load = [](const half* p, int i, float(&v)[kWidth]) {
+    if constexpr (VECTOR) {
+      unpack8(load_shared_by_blocks(p + i), v);
+    } else {
+      v[0] = __half2float(__ldcg(p + i));
     }
-    squares += v * v;
+  };
+  auto store = [](half* p, int i, const float(&v)[kWidth]) {
+    half packed[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) packed[j] = __float2half_rn(v[j]);
+    if constexpr (VECTOR) {
+      uint4 words;
+      memcpy(&words, packed, sizeof(words));
+      *reinterpret_cast<uint4*>(p + i) = words;
+    } else {
+      p[i] = packed[0];
+    }
+  };
+  const int stride = kNormThreads * kWidth, begin = threadIdx.x * kWidth;
+  float squares = 0.0f;
+  float first[kWidth] = {};
+  for (int i = begin; i < n; i += stride) {
+    float v[kWidth];
+    load(x, i, v);
+    if (delta != nullptr) {
+      float d[kWidth];
+      load(delta, i, d);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) v[j] = __half2float(__float2half_rn(v[j] + d[j]));
+      store(x, i, v);
+    }
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      squares += v[j] * v[j];
+      if (i == begin) first[j] = v[j];
+    }
   }
   const float scale = rsqrtf(block_sum<kNormThreads>(squares, scratch) / n + eps);
-  // Each thread reads back what it wrote itself.
-  for (int i = threadIdx.x; i < n; i += kNormThreads) {
-    y[i] = __float2half_rn(__half2float(x[i]) * scale * __half2float(weight[i]));
+  for (int i = begin; i < n; i += stride) {
+    float v[kWidth], g[kWidth];
+    load(weight, i, g);
+    // Each thread reads back what it wrote itself.
+    if (i != begin) load(x, i, v);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) v[j] = (i == begin ? first[j] : v[j]) * scale * g[j];
+    store(y, i, v);
   }
 }
 
@@ -86,8 +122,10 @@ MINIDECODE_EXPORT cudaError_t minidecode_rms_norm(half* y,             // [n]
                                                   const half* weight,  // [n]
                                                   int n, float eps, cudaStream_t stream) {
   using namespace minidecode;
-  return launch(rms_norm, {dim3(1), dim3(kNormThreads)}, Pdl::kOn, stream, y, x, delta, weight, n,
-                eps);
+  const bool vector = n % 8 == 0 && rows_aligned(y, 8, 16) && rows_aligned(x, 8, 16) &&
+                      rows_aligned(weight, 8, 16) && rows_aligned(delta, 8, 16);
+  return launch(vector ? rms_norm<true> : rms_norm<false>, {dim3(1), dim3(kNormThreads)}, Pdl::kOn,
+                stream, y, x, delta, weight, n, eps);
 }
 
 MINIDECODE_EXPORT cudaError_t minidecode_add(half* x,            // [n]

@@ -24,27 +24,31 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kNonFiniteToken = -2;
 
-// No early trigger: whatever reads the position before its own wait may start only after this.
+// Triggers only once the position is written: later kernels read it before their own wait.
 __global__ void __launch_bounds__(kThreads) next_token(const NextToken a) {
   pdl_wait();
   const Best best = __ldcg(a.best);
   const int position = __ldcg(a.position);
-  const bool stopped = __ldcg(a.stopped) != 0;
-  __syncthreads();  // all have read what thread 0 now changes
-  if (stopped) return;
   const bool bad = best == kNonFinite;
+  const bool stopped = __ldcg(a.stopped) != 0;
   const int token = token_of(best);
+  __syncthreads();  // all have read what thread 0 now changes
+  if (threadIdx.x == 0) {
+    if (!bad && !stopped) *a.position = position + 1;
+    __threadfence();
+  }
+  __syncthreads();
+  pdl_trigger();
+  if (stopped) return;
   if (!bad) {
-    for (int i = threadIdx.x; i < a.hidden; i += kThreads) {
-      a.x[i] = a.embedding[static_cast<size_t>(token) * a.hidden + i];
-    }
+    const half* row = a.embedding + static_cast<size_t>(token) * a.hidden;
+    for (int i = threadIdx.x; i < a.hidden; i += kThreads) a.x[i] = row[i];
   }
   if (threadIdx.x != 0) return;
   *a.best = 0;
   bool stop = bad;
   if (!bad) {
     *a.token = token;
-    *a.position = position + 1;
     a.seen[token] = 1;
     for (int i = 0; i < a.eos_count; ++i) stop = stop || a.eos[i] == token;
   }

@@ -3,13 +3,16 @@ step's, because neighbours overlap."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from minidecode.bench.stats import median
-from minidecode.decode import Decoder, Runner, context_bucket
+from minidecode.decode import STEPS_PER_GRAPH, Decoder, Runner, context_bucket
+from minidecode.errors import MinidecodeError
 from minidecode.kernels import step, tune
 from minidecode.kernels.tiles import (
     Choices,
@@ -20,12 +23,14 @@ from minidecode.kernels.tiles import (
     tile_candidates,
     tile_key,
 )
-from minidecode.models.stages import LINEAR_KINDS, Attention
+from minidecode.models.stages import Attention
 from minidecode.plan import KernelSet
 from minidecode.plan.fused import file_of
 
-# Time that one candidate is measured for, in microseconds, after a first replay.
-_BUDGET_US = 30_000.0
+# Replays of eight steps that one candidate is measured for, after a first one.
+_REPLAYS = 4
+# In the second round only candidates this close to the best of the first are measured again.
+_CLOSE = 1.03
 # A new choice must gain this much, or measuring noise would decide.
 _LEAST_GAIN = 0.001
 
@@ -42,35 +47,39 @@ class Tuned:
     splits: Mapping[str, Split]
 
 
-def tune_step(decoder: Decoder, depth: int, progress: Progress, rounds: int = 2) -> Tuned:
-    """Find the quickest tile of each kind of linear layer, and attention split, at `depth`.
+def tune_step(decoder: Decoder, depth: int, progress: Progress, *, tiles: bool = True) -> Tuned:
+    """Find the quickest attention split, and tile of each kind of linear layer, at `depth`.
 
-    One choice is varied at a time, the others stay; twice around. Nothing is stored.
+    One choice is varied at a time while the others stay, twice around. Without `tiles` only the
+    split is chosen, for contexts like this one. Nothing is stored.
     """
-    state = decoder.prepare(depth + 64)
+    state = decoder.prepare(depth + (_REPLAYS + 2) * STEPS_PER_GRAPH)
     state.keys.normal_()
     state.values.normal_()
     best = tune.choices(decoder.device)
-    steps = list(_coordinates(decoder, best, depth))
-    total = rounds * sum(len(candidates) for _, candidates in steps)
+    steps = list(_coordinates(decoder, best, depth, tiles))
+    total = sum(len(candidates) for _, candidates in steps)
     progress(0.0, "compiling candidates")
     step.build_fused_linears(
-        (file_of(kind), choice.tiles[key])
+        (file_of(key.split()[0]), tile)
         for key, candidates in steps
         for choice in candidates
-        if (kind := key.split()[0]) in LINEAR_KINDS
+        for tile in choice.tiles.values()
     )
     before = best_us = _step_us(decoder, best, depth)
     done = 0
-    for _ in range(rounds):
-        for key, candidates in steps:
+    for again in (False, True):
+        for at, (key, candidates) in enumerate(steps):
+            measured: list[tuple[float, Choices]] = []
             for variation in candidates:
                 trial = best.but(variation.tiles, variation.splits)
-                us = _step_us(decoder, trial, depth)
-                if us < best_us * (1 - _LEAST_GAIN):
-                    best, best_us = trial, us
-                done += 1
+                measured.append((_step_us(decoder, trial, depth), variation))
+                done += not again
                 progress(done / total, f"{key}: {best_us:.1f} us a step")
+            us, variation = min(measured, key=lambda pair: pair[0])
+            if us < best_us * (1 - _LEAST_GAIN):
+                best, best_us = best.but(variation.tiles, variation.splits), us
+            steps[at] = (key, [v for t, v in measured if t < us * _CLOSE])
     keys = [key for key, _ in steps]
     return Tuned(
         before,
@@ -81,15 +90,16 @@ def tune_step(decoder: Decoder, depth: int, progress: Progress, rounds: int = 2)
 
 
 def _coordinates(
-    decoder: Decoder, base: Choices, depth: int
+    decoder: Decoder, base: Choices, depth: int, tiles: bool
 ) -> Iterator[tuple[str, list[Choices]]]:
     """What there is to choose: its key, and one Choices for each candidate."""
     c, device = decoder.config, base.device
     empty = Choices(device)
-    context = min(context_bucket(depth + 1), decoder.state.capacity)
-    key = split_key(c.num_heads, c.num_kv_heads, c.head_dim, context)
+    key = split_key(c.num_heads, c.num_kv_heads, c.head_dim, context_bucket(depth + 1))
     splits = split_candidates(c.num_heads, c.num_kv_heads, c.head_dim, device)
     yield key, [empty.but(splits={key: split}) for split in splits]
+    if not tiles:
+        return
     shapes = {
         stage.kind: stage.weight.shape
         for _, stage in decoder.blueprint.stages()
@@ -102,7 +112,7 @@ def _coordinates(
 
 
 def _step_us(decoder: Decoder, choices: Choices, depth: int) -> float:
-    """Median device time of one step, in microseconds; infinite if it cannot run."""
+    """Median device time of one step, in microseconds; infinite for what does not launch."""
     runner = Runner(
         KernelSet("fused", "fused"),
         decoder.blueprint,
@@ -110,15 +120,17 @@ def _step_us(decoder: Decoder, choices: Choices, depth: int) -> float:
         decoder.state,
         choices=choices,
     )
-    samples: list[float] = []
-    while sum(samples) < _BUDGET_US or len(samples) < 3:
-        decoder.start(0, depth)
-        runner.warm_up(8)
-        began = torch.cuda.Event(enable_timing=True)
-        ended = torch.cuda.Event(enable_timing=True)
-        began.record()
-        runner.step(8)
-        ended.record()
-        ended.synchronize()
-        samples.append(began.elapsed_time(ended) * 1e3 / 8)
-    return median(samples[1:])
+    decoder.start(0, depth)
+    try:
+        runner.warm_up(STEPS_PER_GRAPH)
+    except MinidecodeError:
+        return math.inf
+    # Replays follow each other without a gap, so the time between two events is the device's.
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]
+    runner.step(STEPS_PER_GRAPH)
+    for mark in marks[:-1]:
+        mark.record()
+        runner.step(STEPS_PER_GRAPH)
+    marks[-1].record()
+    marks[-1].synchronize()
+    return median([a.elapsed_time(b) * 1e3 / STEPS_PER_GRAPH for a, b in itertools.pairwise(marks)])

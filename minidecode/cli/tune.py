@@ -17,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--depth",
         type=options.counts,
         default=[128],
-        help="tokens in the cache while measuring; several separated by commas (default 128)",
+        help="tokens in the cache while measuring (default 128); at further depths, separated by"
+        " commas, only the attention's split is chosen",
     )
     parser.add_argument("--show", action="store_true", help="print what is in use, measure nothing")
     parser.add_argument("--clear", action="store_true", help="forget what was measured here")
@@ -46,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     args.kernel, args.max_context = "fused", None
     with Progress(args.quiet) as progress:
         decoder = options.load(args, progress)
-        for depth in args.depth:
-            found = tune_step(decoder, depth, progress)
+        for i, depth in enumerate(args.depth):
+            found = tune_step(decoder, depth, progress, tiles=i == 0)
             path = tune.save(device, found.tiles, found.splits)
             gain = 100 * (found.before_us / found.after_us - 1)
             print(

@@ -145,7 +145,7 @@ def build_plan(
     tiles and splits other than those kept for the GPU. Kernels are compiled and shapes checked
     here; nothing is launched. Raises MinidecodeError for what cannot be built, with the op named.
     """
-    limit = min(context or state.capacity, state.capacity)
+    limit = context or state.capacity
     helpers: TorchHelpers | CudaHelpers
     whole: Reference | Fused | None = None
     if state.device.type == "cpu":

@@ -76,6 +76,9 @@ class State:
 
     def seek(self, position: int) -> None:
         """Make `position` the next to be processed; forget the tokens picked from there on."""
+        if self.device.type == "cuda":
+            # Steps that still run would write into `out` after it was cleared.
+            torch.cuda.synchronize(self.device)
         self.position.fill_(position)
         self.stopped.zero_()
         self.best.zero_()

@@ -18,7 +18,7 @@ __device__ __forceinline__ void cluster_sync() {
 
 // The variable of block `rank` of the cluster that `local` is in this block.
 template <typename T>
-__device__ __forceinline__ const T* cluster_shared(T* local, int rank) {
+__device__ __forceinline__ T* cluster_shared(T* local, int rank) {
 #if defined(MINIDECODE_HOST_SHIM) || __CUDA_ARCH__ >= 900
   return cooperative_groups::this_cluster().map_shared_rank(local, rank);
 #else

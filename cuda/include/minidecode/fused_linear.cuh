@@ -238,8 +238,11 @@ cudaError_t run_fused_linear(const FusedLinear* a, int tile, cudaStream_t stream
 
 }  // namespace minidecode
 
-// The tiles a file is compiled with: Python passes the ones in use, comma-separated; without that,
-// one of each form.
-#ifndef MINIDECODE_TILES
+// The tiles a file is compiled with: the one that Python asks for, or one of each form.
+#ifdef MINIDECODE_THREADS
+#define MINIDECODE_TILES                                                          \
+  Tile<MINIDECODE_THREADS, MINIDECODE_ROWS, MINIDECODE_UNROLL, MINIDECODE_STAGED, \
+       MINIDECODE_RESIDENT>
+#else
 #define MINIDECODE_TILES Tile<128, 4, 1, 0>, Tile<128, 0, 1, 4>, Tile<256, 2, 2, 6, 4>
 #endif

@@ -27,7 +27,7 @@ enum class Pdl { kOff, kOn };
 struct LaunchShape {
   dim3 grid;
   dim3 block;
-  int shared_bytes = 0;  // dynamic shared memory; above 48 KB the kernel's limit is raised first
+  int shared_bytes = 0;  // dynamic; the kernel's limit is raised where that is needed
   int cluster = 1;       // blocks of a cluster along y
 };
 
@@ -54,7 +54,8 @@ template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, Pdl pdl,
                    cudaStream_t stream, Args... args) {
   const void* function = reinterpret_cast<const void*>(kernel);
-  if (shape.shared_bytes > 48 * 1024) {
+  // The limit of 48 KB counts static shared memory as well, of which there is less than 16 KB.
+  if (shape.shared_bytes > 32 * 1024) {
     const cudaError_t status = cudaFuncSetAttribute(
         function, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
     if (status != cudaSuccess) return cleared(status);
