@@ -274,6 +274,7 @@ class Decoder:
 
         Stops at an id of `eos_token_ids` ("eos"), at the number of tokens or the context limit
         ("length"), or when the caller closes the iterator ("stop"); then `last` says how it went.
+        After an error `last` is None.
         """
         if not prompt_ids:
             raise UsageError("the prompt is empty")
@@ -282,10 +283,11 @@ class Decoder:
                 f"the prompt has {len(prompt_ids)} tokens, the context limit is {self.max_context}"
             )
         sampling = sampling or Sampling()
-        total = min(max_new_tokens, self.max_context - len(prompt_ids))
+        total = max(0, min(max_new_tokens, self.max_context - len(prompt_ids)))
         run = _Run(len(prompt_ids))
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+        self.last = None
         state = self.prepare(len(prompt_ids) + total)
         state.set_sampling(sampling)
         state.set_eos(tuple(sorted(eos_token_ids)))
@@ -301,15 +303,17 @@ class Decoder:
                 yield token
             else:
                 run.reason = "length"
-        finally:
+        except GeneratorExit:
             self.last = self._stats(run)
+            raise
+        self.last = self._stats(run)
 
     def _tokens(self, prompt_ids: list[int], total: int, run: _Run) -> Iterator[int]:
         """At most `total` tokens; the first comes from the prefill."""
         state = self.state
         logits = self.prefill(prompt_ids)
         state.logits.copy_(logits)
-        run.prefilled = run.first = run.last = time.perf_counter()
+        run.prefilled = run.first = run.decode_began = run.last = time.perf_counter()
         if total < 1:
             return
         token = int(sample(state.logits, state.sampling, state.generator, state.seen))
