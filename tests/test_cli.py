@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ import torch
 
 import minidecode
 from minidecode import cli
-from minidecode.cli import progress
+from minidecode.cli import generate, progress
 from minidecode.records import GenerateResult
 
 ROOT = Path(__file__).parent.parent
@@ -406,13 +407,24 @@ def test_where_a_prompt_comes_from(
     assert decoder.asked[0] == [1]
 
 
-def test_no_prompt_at_a_terminal(
+@pytest.mark.parametrize(
+    ("content", "prompt"), [("a\n\n", "a\n"), ("a\r\n", "a"), ("a\r", "a\r"), ("\n", "")]
+)
+def test_one_newline_at_the_end_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, content: str, prompt: str
+) -> None:
+    give_stdin(monkeypatch, content.encode())
+    assert generate._read_prompt(Namespace(prompt="-", prompt_file=None)) == prompt
+
+
+def test_no_prompt_at_all(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    give_stdin(monkeypatch, b"")
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    assert cli.main(["generate", model]) == 2
-    assert "--prompt" in one_line(capsys)
+    for at_terminal in (True, False):
+        give_stdin(monkeypatch, b"")
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: at_terminal)  # noqa: B023
+        assert cli.main(["generate", model]) == 2
+        assert "--prompt" in one_line(capsys)
 
 
 def test_a_prompt_that_is_not_text(

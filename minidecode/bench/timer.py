@@ -76,8 +76,12 @@ def _cpu_cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
 
 
 def copies_beyond_cache(n_bytes: int, device: str | torch.device) -> int:
-    """How many buffers of `n_bytes` to cycle through so that each is read from memory again."""
-    return max(2, math.ceil(_BEYOND_CACHE * cache_bytes(device) / max(1, n_bytes)))
+    """How many buffers of `n_bytes` to cycle through so that each is read from memory again.
+
+    No more than one graph holds, so buffers of a few kB do come out of the cache.
+    """
+    copies = math.ceil(_BEYOND_CACHE * cache_bytes(device) / max(1, n_bytes))
+    return min(max(2, copies), _MAX_NODES)
 
 
 def capture(calls: Sequence[Call], device: str | torch.device) -> Call:
@@ -196,18 +200,19 @@ def time_rotation(
 
     device = torch.device(device)
     calls = tuple(calls)
-    once = capture(calls, device)
-    lap = time_callable(once, device, samples=3).median_us
-    rounds = max(1, math.ceil(sample_us / max(lap, 1e-3)))
-    if device.type == "cuda":
-        # What does not fit into one graph is made up for by replaying it several times a sample.
-        in_graph = max(1, min(rounds, _MAX_NODES // len(calls)))
-        replay = capture(calls * in_graph, device) if in_graph > 1 else once
-        inner = math.ceil(rounds / in_graph)
-    else:
-        in_graph, replay, inner = 1, once, rounds
+    most = max(1, _MAX_NODES // len(calls)) if device.type == "cuda" else 1
+    rounds = 1
+    while True:
+        replay = capture(calls * rounds, device)
+        lap = max(time_callable(replay, device, samples=3).median_us, 1e-3)
+        if rounds == most or lap >= sample_us / 2:
+            break
+        # A short graph is mostly launch: what is estimated from it is measured again.
+        rounds = min(most, math.ceil(rounds * sample_us / lap))
+    # What does not fit into one graph is made up for by running it several times a sample.
+    inner = max(1, math.ceil(sample_us / lap))
     timing = time_callable(replay, device, samples=samples, inner=inner)
-    count = len(calls) * in_graph
+    count = len(calls) * rounds
     return Timing(tuple(sample / count for sample in timing.samples_us))
 
 

@@ -27,8 +27,10 @@ from minidecode.models.stages import Attention
 from minidecode.plan import KernelSet
 from minidecode.plan.fused import file_of
 
-# Replays of eight steps that one candidate is measured for, after a first one.
+# Replays that one candidate is measured for, after a first one.
 _REPLAYS = 4
+# Below this many bytes of weights the gap between replays matters: several steps in each.
+_SMALL_MODEL = 2**30
 # In the second round only candidates this close to the best of the first are measured again.
 _CLOSE = 1.03
 # A new choice must gain this much, or measuring noise would decide.
@@ -120,17 +122,18 @@ def _step_us(decoder: Decoder, choices: Choices, depth: int) -> float:
         decoder.state,
         choices=choices,
     )
+    steps = STEPS_PER_GRAPH if decoder.weights.bytes < _SMALL_MODEL else 1
     decoder.start(0, depth)
     try:
-        runner.warm_up(STEPS_PER_GRAPH)
+        runner.warm_up(steps)
     except MinidecodeError:
         return math.inf
     # Replays follow each other without a gap, so the time between two events is the device's.
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]
-    runner.step(STEPS_PER_GRAPH)
+    runner.step(steps)
     for mark in marks[:-1]:
         mark.record()
-        runner.step(STEPS_PER_GRAPH)
+        runner.step(steps)
     marks[-1].record()
     marks[-1].synchronize()
     return median([a.elapsed_time(b) * 1e3 / STEPS_PER_GRAPH for a, b in itertools.pairwise(marks)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -113,26 +114,24 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_prompt(args: argparse.Namespace) -> str:
     """The prompt of --prompt, --prompt-file or a pipe, as the user meant it."""
-    if args.prompt_file not in (None, "-"):
-        path = Path(args.prompt_file)
-        try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise UsageError(f"--prompt-file {path}: {error.strerror}") from error
-    elif "-" in (args.prompt, args.prompt_file):
-        raw = sys.stdin.buffer.read()
-    elif args.prompt is not None:
+    if args.prompt not in (None, "-"):
         return str(args.prompt)
-    elif sys.stdin is None or sys.stdin.isatty():
-        raise UsageError("nothing to continue: give --prompt TEXT, --prompt-file F or a pipe")
+    if args.prompt_file not in (None, "-"):
+        try:
+            raw = Path(args.prompt_file).read_bytes()
+        except OSError as error:
+            raise UsageError(f"--prompt-file {args.prompt_file}: {error.strerror}") from error
     else:
-        raw = sys.stdin.buffer.read()
+        asked = "-" in (args.prompt, args.prompt_file)
+        raw = sys.stdin.buffer.read() if asked or not sys.stdin.isatty() else b""
+        if not raw and not asked:
+            raise UsageError("nothing to continue: give --prompt TEXT, --prompt-file F or a pipe")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"the prompt is not valid UTF-8 (byte {error.start})") from error
     # Editors and echo end a file with a newline that nobody means to be continued.
-    return text.removesuffix("\n").removesuffix("\r")
+    return re.sub(r"\r?\n\Z", "", text)
 
 
 def _encode(text: Text | None, prompt: str, args: argparse.Namespace) -> list[int]:
