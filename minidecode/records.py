@@ -23,9 +23,6 @@ FASTER = "faster"
 SLOWER = "slower"
 NO_DIFFERENCE = "no difference"
 
-# How far a measured read ceiling may be off.
-_CEILING_ERROR = 0.02
-
 R = TypeVar("R", bound="Record")
 
 
@@ -501,7 +498,7 @@ class ABResult(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GemvRow(Record):
-    """One kernel at one shape, y[n] = w[n, k] @ x[k]. `build` derives speeds, shares and the flag.
+    """One kernel at one shape, y[n] = w[n, k] @ x[k].
 
     Times are None when it did not run; `reason` says why.
     """
@@ -520,36 +517,6 @@ class GemvRow(Record):
     rel_err: float | None = None  # ‖out − ref‖ / ‖ref‖, FP64 reference
     served_from_cache: bool = False  # faster than memory can be read: the weights were in a cache
     reason: str | None = None
-
-    @classmethod
-    def build(
-        cls,
-        *,
-        bytes: int,
-        median_us: float | None,
-        read_us: float | None = None,
-        cublas_us: float | None = None,
-        read_bw_gb_s: float | None = None,
-        **others: Any,
-    ) -> GemvRow:
-        """The row of a measured time. `others` are the fields that nothing here derives.
-
-        Faster than the read ceiling of the memory, by more than a ceiling is uncertain, can only
-        mean that the weights came out of a cache.
-        """
-        speed = gb_per_s(bytes, median_us)
-        ratio = None if cublas_us is None or not median_us else cublas_us / median_us
-        limit = math.inf if read_bw_gb_s is None else (1.0 + _CEILING_ERROR) * read_bw_gb_s
-        return cls(
-            bytes=bytes,
-            median_us=median_us,
-            gb_s=speed,
-            read_us=read_us,
-            pct_of_read=percent(read_us, median_us),
-            vs_cublas=ratio,
-            served_from_cache=speed is not None and speed > limit,
-            **others,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

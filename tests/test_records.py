@@ -33,7 +33,6 @@ from minidecode.records import (
     gb_per_s,
     percent,
 )
-from minidecode.report import md, txt
 
 DOCUMENTS = [
     environment(),
@@ -192,36 +191,6 @@ def test_zero_times_divide_into_none() -> None:
     assert percent(None, 2.0) is None
     assert percent(1.0, 2.0) == 50.0
     assert LayerReport.from_dict(layer_report().to_dict()).rows[0].gb_s
-
-
-def gemv_row(us: float | None, **changes: Any) -> GemvRow:
-    values = {"read_us": 40.0, "cublas_us": 50.0, "read_bw_gb_s": 4000.0, **changes}
-    return GemvRow.build(
-        kernel="k", n=8192, k=8192, dtype="fp16", bytes=2 * 8192 * 8192, median_us=us, **values
-    )
-
-
-def test_gemv_row_derives_speed_and_shares() -> None:
-    row = gemv_row(44.0)
-    assert row.gb_s == pytest.approx(134_217_728 / 44.0 / 1e3)
-    assert row.pct_of_read == pytest.approx(100 * 40 / 44)
-    assert row.vs_cublas == pytest.approx(50 / 44)
-    assert not row.served_from_cache
-    absent = gemv_row(None, reason="does not take fp32")
-    assert (absent.gb_s, absent.pct_of_read, absent.vs_cublas) == (None, None, None)
-    assert not absent.served_from_cache
-
-
-def test_what_is_faster_than_memory_is_marked_as_served_from_a_cache() -> None:
-    at_ceiling = 134_217_728 / 4000.0 / 1e3
-    assert gemv_row(at_ceiling / 1.03).served_from_cache
-    assert not gemv_row(at_ceiling / 1.01).served_from_cache
-    assert not gemv_row(at_ceiling / 10, read_bw_gb_s=None).served_from_cache
-    report = gemv_report(rows=[gemv_row(at_ceiling / 3, read_us=at_ceiling)])
-    for text in (txt.gemv(report, plain=True), md.gemv(report)):
-        assert "300" not in text
-        assert "cache" in text
-        assert "came out of a cache" in text
 
 
 def test_ab_verdict_in_words() -> None:

@@ -104,7 +104,7 @@ def capture(calls: Sequence[Call], device: str | torch.device) -> Call:
         return loop
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             loop()
@@ -137,7 +137,7 @@ class _Stopwatch:
         if self.device.type == "cuda":
             import torch
 
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self.device))
             self.events.append(event)
         else:
