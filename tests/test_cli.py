@@ -573,10 +573,20 @@ def test_a_synthetic_model_speaks_in_ids(
     assert capsys.readouterr().out == "68 69 70"
 
 
+ON_EVERY_DEVICE = [
+    ["--device", "cpu"],
+    *(
+        pytest.param(["--device", "cuda", "--kernel", kernel], marks=pytest.mark.gpu)
+        for kernel in ("fused", "half2_block", "cublas")
+    ),
+]
+
+
+@pytest.mark.parametrize("where", ON_EVERY_DEVICE, ids=" ".join)
 def test_the_example_says_what_the_reference_says(
-    capsys: pytest.CaptureFixture[str], example_dir: Path
+    capsys: pytest.CaptureFixture[str], example_dir: Path, where: list[str]
 ) -> None:
-    run = ["generate", "--device", "cpu"]
+    run = ["generate", str(example_dir), *where]
     assert cli.main([*run, "--prompt", PROMPT, "--max-new-tokens", "40"]) == 0
     captured = capsys.readouterr()
     assert captured.out == ANSWER
