@@ -19,7 +19,7 @@ from minidecode.decode import PREFILL_CHUNK, Decoder
 from minidecode.errors import MinidecodeError, UsageError
 from minidecode.kernels import registry
 from minidecode.models.stages import Attention, LinearResidual
-from minidecode.plan import KernelSet, kernel_set, reference
+from minidecode.plan import KernelSet, exact, kernel_set, reference
 from minidecode.plan.state import MAX_EOS, State, rope_table
 from minidecode.sampling import Sampling, probabilities
 from minidecode.text import Text
@@ -141,7 +141,11 @@ def check_logits(decoder: Decoder, expected: torch.Tensor, ids: Sequence[int] = 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(made: Callable[..., tiny.Tiny], name: str) -> None:
     model = made(**MODELS[name])
-    check_logits(load(model.directory), model.logits(IDS))
+    decoder, expected = load(model.directory), model.logits(IDS)
+    check_logits(decoder, expected)
+    in_fp32 = exact.logits(decoder.blueprint, decoder.weights, decoder.config, IDS)
+    rounded = MODELS[name].get("dtype") == torch.float32  # to FP16, the reference is not
+    assert relative_error(in_fp32, expected) < (LIMIT if rounded else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-llama3-rope", "qwen3-window", "mistral-window-4"])
