@@ -212,6 +212,17 @@ def test_every_source_of_ours_is_hashed_with_its_headers() -> None:
         assert any(build.cuda_sources() / "include" in header.parents for header in headers)
 
 
+@pytest.mark.parametrize("place", ["minidecode/_cuda", "cuda"], ids=["wheel", "checkout"])
+def test_sources_are_found_where_they_are_installed(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "__file__", str(tmp_path / "minidecode" / "kernels" / "build.py"))
+    with pytest.raises(MinidecodeError, match="kernel sources are missing"):
+        build.cuda_sources()
+    shutil.copytree(ROOT / "cuda", tmp_path / place)
+    assert build.cuda_sources() == tmp_path / place
+
+
 def test_missing_file_is_a_usage_error(cache: Path) -> None:
     with pytest.raises(UsageError, match=r"no such kernel file: .*nope\.cu"):
         plan(Path("nope.cu"))
