@@ -1,0 +1,263 @@
+"""Tokens a second of the real loop: llama-bench's tests, one Run each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from minidecode.bench import device as machine
+from minidecode.bench import stats
+from minidecode.bench.gate import Progress, random_ids
+from minidecode.decode import STEPS_PER_GRAPH
+from minidecode.errors import MinidecodeError
+from minidecode.plan.state import NON_FINITE, PENDING
+from minidecode.records import Run, gb_per_s, percent
+
+if TYPE_CHECKING:
+    from minidecode.decode import Decoder, Runner
+    from minidecode.plan import KernelSet
+    from minidecode.records import Environment
+
+# Every measured text goes on from the same token.
+TOKEN = 0
+
+_FILL_SEED = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table: a prompt of `n_prompt` tokens or a text of `n_gen`, after `depth`."""
+
+    n_prompt: int
+    n_gen: int
+    depth: int
+
+    @property
+    def positions(self) -> int:
+        """What the KV cache must hold."""
+        return self.depth + self.n_prompt if self.n_prompt else room(self.depth, self.n_gen)
+
+
+def cases(prompts: list[int], texts: list[int], depths: list[int]) -> list[Case]:
+    """Prompt and text tests of each length at each depth; a length of 0 is no case."""
+    found = []
+    for depth in depths:
+        found += [Case(n, 0, depth) for n in prompts if n]
+        found += [Case(0, n, depth) for n in texts if n]
+    return found
+
+
+def lead(decoder: Decoder) -> int:
+    """Untimed steps before timed ones: on a GPU the host must be ahead when the clock starts."""
+    return STEPS_PER_GRAPH if decoder.device.type == "cuda" else 0
+
+
+def room(depth: int, n: int) -> int:
+    """Positions that `n` timed steps after `depth` tokens need, lead included, on any device."""
+    return max(depth, STEPS_PER_GRAPH) + n
+
+
+def fill_cache(decoder: Decoder, depth: int) -> None:
+    """`depth` tokens in the cache: random keys and values, never zeros, the same every time."""
+    state = decoder.state
+    generator = torch.Generator(state.device).manual_seed(_FILL_SEED)
+    for cache in (state.keys, state.values):
+        cache[:, :, :depth].normal_(generator=generator)
+
+
+def timed_steps(decoder: Decoder, runner: Runner, *, depth: int, n: int) -> float:
+    """µs a step, the mean of `n` steps from position `depth` on, after fill_cache and warm-up.
+
+    On a GPU events around graph replays, with `lead` untimed steps before; on the CPU a clock.
+    Raises MinidecodeError when a step gives no token.
+    """
+    ahead = lead(decoder)
+    first = max(0, depth - ahead)
+    decoder.start(TOKEN, first)
+    if decoder.device.type != "cuda":
+        begin = time.perf_counter_ns()
+        runner.step(n)
+        us = (time.perf_counter_ns() - begin) / 1e3 / n
+    else:
+        stream = torch.cuda.current_stream(decoder.device)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        runner.step(ahead)
+        events[0].record(stream)
+        runner.step(n)
+        events[1].record(stream)
+        events[1].synchronize()
+        us = 1e3 * events[0].elapsed_time(events[1]) / n
+    check_tokens(decoder, runner, first, ahead + n)
+    return us
+
+
+def warm_up(decoder: Decoder, runner: Runner, *, depth: int, n: int) -> None:
+    """Builds and captures what `timed_steps` needs, and runs it once."""
+    first = max(0, depth - lead(decoder))
+    for position, steps in ((first, lead(decoder)), (first + lead(decoder), n)):
+        decoder.start(TOKEN, position)
+        runner.warm_up(steps)
+    timed_steps(decoder, runner, depth=depth, n=n)
+
+
+def check_tokens(decoder: Decoder, runner: Runner, first: int, n: int) -> None:
+    """MinidecodeError unless each of the n steps from position `first` on has picked a token."""
+    picked = decoder.state.out[first : first + n]
+    for offset in (picked < 0).nonzero().flatten().tolist()[:1]:
+        position, value = first + offset, int(picked[offset])
+        if value == NON_FINITE:
+            raise runner.explain_non_finite(position)
+        assert value == PENDING
+        raise MinidecodeError(f"the step at position {position} gave no token")
+
+
+def mean_position(depth: int, n: int) -> int:
+    """The middle of the positions depth, …, depth + n − 1."""
+    return depth + (n - 1) // 2
+
+
+def run_case(
+    decoder: Decoder,
+    kernels: KernelSet,
+    case: Case,
+    *,
+    repeats: int,
+    model: str,
+    environment: Environment,
+    progress: Progress | None = None,
+) -> Run:
+    """One test: a warm-up that does not count, then `repeats` times, by the wall clock.
+
+    A prompt test runs torch's kernels whatever the kernel set, and says so. Raises MinidecodeError
+    when the test does not fit the context or a step gives no token.
+    """
+    on_gpu = decoder.device.type == "cuda"
+    state = decoder.prepare(case.positions)
+    state.set_eos(())
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(decoder.device)
+    fill_cache(decoder, case.depth)
+    n = case.n_prompt + case.n_gen
+
+    def show(done: int) -> None:
+        if progress is not None:
+            name = f"prompt of {n}" if case.n_prompt else f"{n} tokens with {kernels.name}"
+            progress(done / (repeats + 1), f"measuring {name} after {case.depth}")
+
+    if case.n_prompt:
+        ids = random_ids(decoder.config.vocab_size, case.n_prompt)
+        samples = _repeat(lambda: _prompt_ns(decoder, ids, case.depth), repeats, show)
+        return _run(decoder, case, samples, "torch", "torch", model, environment)
+    runner = decoder.runner(kernels)
+    show(0)
+    decoder.start(TOKEN, case.depth)
+    runner.warm_up(n)
+    samples = _repeat(lambda: _text_ns(decoder, runner, case.depth, n), repeats, show)
+    if on_gpu:
+        warm_up(decoder, runner, depth=case.depth, n=n)
+        steps = [timed_steps(decoder, runner, depth=case.depth, n=n) for _ in range(repeats)]
+    else:
+        steps = [ns / 1e3 / n for ns in samples]
+    middle = mean_position(case.depth, n)
+    plan = runner.plan(middle)
+    return _run(
+        decoder,
+        case,
+        samples,
+        kernels.name,
+        plan.engine,
+        model,
+        environment,
+        step_us=stats.median(steps),
+        bytes_per_token=plan.bytes_per_token(middle),
+    )
+
+
+def _repeat(sample: Callable[[], int], repeats: int, show: Callable[[int], None]) -> list[int]:
+    samples = []
+    for i in range(repeats + 1):
+        show(i)
+        samples.append(sample())
+    return samples[1:]
+
+
+def _prompt_ns(decoder: Decoder, ids: list[int], depth: int) -> int:
+    begin = time.perf_counter_ns()
+    decoder.prefill(ids, start=depth)  # waits for the logits
+    return time.perf_counter_ns() - begin
+
+
+def _text_ns(decoder: Decoder, runner: Runner, depth: int, n: int) -> int:
+    decoder.start(TOKEN, depth)
+    _wait(decoder)
+    begin = time.perf_counter_ns()
+    runner.step(n)
+    _wait(decoder)
+    ns = time.perf_counter_ns() - begin
+    check_tokens(decoder, runner, depth, n)
+    return ns
+
+
+def _wait(decoder: Decoder) -> None:
+    if decoder.device.type == "cuda":
+        torch.cuda.synchronize(decoder.device)
+
+
+def _run(
+    decoder: Decoder,
+    case: Case,
+    samples: list[int],
+    kernel: str,
+    engine: str,
+    model: str,
+    environment: Environment,
+    *,
+    step_us: float | None = None,
+    bytes_per_token: int | None = None,
+) -> Run:
+    on_gpu = decoder.device.type == "cuda"
+    rates = [(case.n_prompt + case.n_gen) * 1e9 / ns for ns in samples]
+    avg_ns, stddev_ns = stats.mean_sd(samples)
+    avg_ts, stddev_ts = stats.mean_sd(rates)
+    speed = gb_per_s(bytes_per_token or 0, step_us)
+    config = decoder.config
+    return Run(
+        build_commit=environment.commit,
+        cpu_info=environment.cpu,
+        gpu_info=environment.gpu or "",
+        backend="CUDA" if on_gpu else "CPU",
+        model=model,
+        model_type=f"{config.model_type} {_count(config.parameters)} F16",
+        model_size=decoder.weights.bytes,
+        model_n_params=config.parameters,
+        n_prompt=case.n_prompt,
+        n_gen=case.n_gen,
+        n_depth=case.depth,
+        test_time=machine.utc_now(),
+        avg_ns=avg_ns,
+        stddev_ns=stddev_ns,
+        avg_ts=avg_ts,
+        stddev_ts=stddev_ts,
+        samples_ns=tuple(map(float, samples)),
+        samples_ts=tuple(rates),
+        kernel=kernel,
+        engine=engine,
+        step_us=step_us,
+        bytes_per_token=bytes_per_token,
+        gb_s=speed,
+        read_bw_gb_s=environment.read_bw_gb_s,
+        pct_read_bw=percent(speed, environment.read_bw_gb_s),
+        peak_memory_bytes=torch.cuda.max_memory_allocated(decoder.device) if on_gpu else None,
+        load_s=decoder.load_seconds,
+        build_s=decoder.build_seconds,
+        environment=environment,
+    )
+
+
+def _count(parameters: int) -> str:
+    """A number of parameters as llama-bench has it in a model's type: 134.52M, 8.03B."""
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"

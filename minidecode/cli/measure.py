@@ -1,0 +1,102 @@
+"""What the commands that measure a decoder share: loading it, its gate's text, the ceiling."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minidecode.cli import options
+from minidecode.errors import MinidecodeError, UsageError
+
+if TYPE_CHECKING:
+    from minidecode.cli.progress import Progress
+    from minidecode.decode import Decoder
+    from minidecode.records import Environment
+
+
+def load(args: argparse.Namespace, kernel: str | None, progress: Progress) -> Decoder:
+    """The decoder of `args.model` on `args.device` with `kernel` as its own."""
+    asked = {**vars(args), "kernel": kernel, "max_context": None}
+    return options.load(argparse.Namespace(**asked), progress)
+
+
+def gate_ids(decoder: Decoder) -> list[int]:
+    """Token ids of the text that kernels are judged on; pseudo-random without a tokenizer."""
+    from minidecode.bench.gate import PASSAGE, POSITIONS, random_ids
+    from minidecode.text import Text
+
+    ids = random_ids(decoder.config.vocab_size)
+    if decoder.directory is not None:
+        try:
+            found = Text(decoder.directory).encode(PASSAGE)
+        except MinidecodeError:  # a directory without a tokenizer can be measured, too
+            found = []
+        # A tokenizer may know more tokens than the model has.
+        known = [token for token in found if token < decoder.config.vocab_size]
+        ids = known if len(known) >= POSITIONS else ids
+    return ids[: min(POSITIONS, decoder.max_context)]
+
+
+def environment(decoder: Decoder, progress: Progress) -> Environment:
+    """The machine with its read ceiling, measured now; without one where it cannot be."""
+    from minidecode.bench import device
+
+    progress(None, "measuring the read bandwidth")
+    try:
+        device.read_bandwidth(decoder.device)
+    except MinidecodeError as error:
+        progress.stop()
+        print(f"minidecode: no read ceiling: {error}", file=sys.stderr)
+    return device.environment(decoder.device)
+
+
+def command_line(name: str, positional: tuple[str, ...], flags: Mapping[str, object]) -> str:
+    """The command that repeats this run; flags that are None or False are left out."""
+    words = ["minidecode", name, *positional]
+    for flag, value in flags.items():
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words += [flag, str(value)]
+    return shlex.join(words)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 0."""
+    found = options.counts(text)
+    if len(found) != 1:
+        raise argparse.ArgumentTypeError(f"not one whole number: {text!r}")
+    return found[0]
+
+
+def check_output(flag: str, target: str | None) -> None:
+    """UsageError for a file that cannot be made, which should not wait for the measurement."""
+    if target is None or target == "-":
+        return
+    path = Path(target).expanduser()
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"{flag} {target}: no such folder, or a folder itself")
+
+
+def write(target: str, content: str | bytes) -> None:
+    """To a file, or to stdout for "-"."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    if target != "-":
+        Path(target).expanduser().write_bytes(data)
+    elif isinstance(content, str):
+        print(content, end="")
+    else:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+
+
+def plain() -> bool:
+    """Whether what goes to stdout should carry no colour."""
+    return not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR"))

@@ -1,0 +1,107 @@
+"""`report`: where one decode step spends its time, op by op."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+
+from minidecode.cli import measure, options
+from minidecode.cli.progress import Progress
+from minidecode.errors import MissingError, UsageError
+
+DEPTH = 128
+# Formats that a file can have, with what each is good for.
+FILES = {
+    "html": "one page to look at and pass on",
+    "json": "everything",
+    "csv": "a line an op",
+    "md": "tables for an issue",
+    "png": "a picture (needs matplotlib)",
+    "trace": "for ui.perfetto.dev and chrome://tracing",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    options.add_kernel(parser)
+    parser.add_argument("--vs", metavar="KERNEL", help="measure this one, too, and subtract")
+    parser.add_argument(
+        "--only",
+        metavar="OP,…",
+        help="with --vs: swap only these linear layers: qkv, o, gate_up, down, head",
+    )
+    parser.add_argument(
+        "-d",
+        dest="depth",
+        type=measure.count,
+        default=DEPTH,
+        metavar="N",
+        help=f"tokens in the cache (default {DEPTH})",
+    )
+    parser.add_argument("--layers", action="store_true", help="a line an op in the table, too")
+    for name, purpose in FILES.items():
+        parser.add_argument(f"--{name}", metavar="F", help=f"{purpose}; - is stdout, with no table")
+    options.add_device(parser)
+    options.add_quiet(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    options.check_kernel(args.kernel)
+    options.check_kernel(args.vs)
+    if args.only is not None and args.vs is None:
+        raise UsageError("--only says what --vs swaps: it needs --vs")
+    targets = {name: getattr(args, name) for name in FILES if getattr(args, name) is not None}
+    for name, target in targets.items():
+        measure.check_output(f"--{name}", target)
+    to_stdout = [name for name, target in targets.items() if target == "-"]
+    if len(to_stdout) > 1:
+        raise UsageError(f"--{to_stdout[0]} and --{to_stdout[1]} cannot both be stdout")
+    if "png" in targets and importlib.util.find_spec("matplotlib") is None:
+        raise MissingError('a picture needs matplotlib: pip install "minidecode[plot]"')
+    options.check_device(args.device)
+
+    from minidecode.bench import layers
+    from minidecode.bench.gate import Gate
+    from minidecode.plan import kernel_set, linear_kinds
+    from minidecode.report import writer
+
+    only = linear_kinds(args.only) if args.only is not None else ()
+    with Progress(args.quiet) as progress, options.show_builds(progress):
+        decoder = measure.load(args, args.kernel, progress)
+        kernels, vs = decoder.kernel_set, None
+        if args.vs is not None:
+            vs = kernel_set(args.vs, decoder.device)
+            vs = kernels.swap(only, vs) if only else vs
+        environment = measure.environment(decoder, progress)
+        gate = Gate(decoder, measure.gate_ids(decoder), progress)
+        arms = [(each.name, each) for each in (kernels, vs) if each is not None]
+        gate.check(arms, "before")
+        result = layers.report(
+            decoder,
+            kernels,
+            vs=vs,
+            depth=args.depth,
+            model=options.model_name(args.model),
+            command=_command(args),
+            environment=environment,
+            progress=progress,
+        )
+        gate.check(arms, "after")
+    for name, target in targets.items():
+        measure.write(target, writer(name, "layers")(result))
+    if not to_stdout:
+        table = writer("txt", "layers")(result, layers=args.layers, plain=measure.plain())
+        print(table, end="")
+    return 0
+
+
+def _command(args: argparse.Namespace) -> str:
+    flags = {
+        "-m": args.model,
+        "--kernel": args.kernel,
+        "--vs": args.vs,
+        "--only": args.only,
+        "-d": args.depth,
+        "--device": args.device,
+    }
+    return measure.command_line("report", (), flags)
