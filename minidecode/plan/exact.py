@@ -55,7 +55,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    normed: torch.Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return normed * weight.float()
 
 
 def _norm_linear(stage: NormLinear, weights: Weights, x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -84,7 +85,7 @@ def _attention(
     ago = torch.arange(n, device=qkv.device)[:, None] - torch.arange(n, device=qkv.device)
     hidden = ago < 0 if stage.window is None else (ago < 0) | (ago >= stage.window)
     scores = (q @ k.transpose(1, 2) * c.head_dim**-0.5).masked_fill(hidden, float("-inf"))
-    out = torch.softmax(scores, dim=-1) @ v.repeat_interleave(group, dim=0)
+    out: torch.Tensor = torch.softmax(scores, dim=-1) @ v.repeat_interleave(group, dim=0)
     return out.transpose(0, 1).reshape(n, c.q_size)
 
 
