@@ -97,7 +97,10 @@ def test_graph_timing_on_the_gpu() -> None:
     outs = [torch.empty((), device="cuda") for _ in buffers]
 
     def summing(buffer: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
-        return lambda: torch.sum(buffer, 0, out=out) and None
+        def call() -> None:
+            torch.sum(buffer, 0, out=out)
+
+        return call
 
     calls = [summing(b, o) for b, o in zip(buffers, outs, strict=True)]
     timing = timer.time_rotation(calls, "cuda")
@@ -119,7 +122,7 @@ def test_what_synchronises_cannot_be_captured() -> None:
     def synchronising() -> None:
         torch.cuda.synchronize()
 
-    with pytest.raises(MinidecodeError, match="cannot be captured in a CUDA graph"):
+    with pytest.raises(MinidecodeError, match=r"in a CUDA graph: .*not permitted"):
         timer.capture([synchronising], "cuda")
     # The failure leaves the device usable.
-    assert float(torch.ones(3, device="cuda").sum()) == 3.0
+    assert 0 < float(torch.rand(3, device="cuda").sum()) < 3

@@ -113,7 +113,11 @@ def capture(calls: Sequence[Call], device: str | torch.device) -> Call:
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 loop()
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            _end_failed_capture(side)
+            first: BaseException = error
+            while first.__context__ is not None:  # ending a broken capture hides what broke it
+                first = first.__context__
+            reason = str(first).strip().splitlines()[0]
             raise MinidecodeError(f"cannot be captured in a CUDA graph: {reason}") from error
 
     def replay() -> None:
@@ -123,6 +127,15 @@ def capture(calls: Sequence[Call], device: str | torch.device) -> Call:
             graph.replay()
 
     return replay
+
+
+def _end_failed_capture(stream: torch.cuda.Stream) -> None:
+    """torch's random generator still believes in a capture that failed, until one has worked."""
+    import torch
+
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        torch.empty(1, device="cuda").zero_()
 
 
 class _Stopwatch:
