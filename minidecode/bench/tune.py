@@ -25,6 +25,7 @@ from minidecode.kernels.tiles import (
 )
 from minidecode.models.stages import Attention
 from minidecode.plan import KernelSet
+from minidecode.plan.cuda import heads_of
 from minidecode.plan.fused import file_of
 
 # Replays that one candidate is measured for, after a first one.
@@ -95,10 +96,10 @@ def _coordinates(
     decoder: Decoder, base: Choices, depth: int, tiles: bool
 ) -> Iterator[tuple[str, list[Choices]]]:
     """What there is to choose: its key, and one Choices for each candidate."""
-    c, device = decoder.config, base.device
+    heads, device = heads_of(decoder.config), base.device
     empty = Choices(device)
-    key = split_key(c.num_heads, c.num_kv_heads, c.head_dim, context_bucket(depth + 1))
-    splits = split_candidates(c.num_heads, c.num_kv_heads, c.head_dim, device)
+    key = split_key(heads, context_bucket(depth + 1))
+    splits = split_candidates(heads, device)
     yield key, [empty.but(splits={key: split}) for split in splits]
     if not tiles:
         return

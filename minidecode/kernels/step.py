@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from minidecode.errors import MinidecodeError
 from minidecode.kernels import build
 from minidecode.kernels.enqueue import enqueue
-from minidecode.kernels.tiles import Split, Tile
+from minidecode.kernels.tiles import TENSOR_CORE_HEAD_DIM, Split, Tile
 
 Launch = Callable[[], None]
 
@@ -27,8 +27,6 @@ LINEAR_RESIDUAL = "linear_residual"
 NORM_SWIGLU = "norm_linear_swiglu"
 NORM_LOGITS = "norm_linear_logits"
 
-# Largest head_dim of the tensor-core attention.
-TENSOR_CORE_HEAD_DIM = 128
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
@@ -66,6 +64,17 @@ class _Attention(ctypes.Structure):
         ("window", _int),
         ("eps", _float),
         ("splits", _int),
+    )
+
+
+class _Projection(ctypes.Structure):
+    _fields_ = (
+        ("w", _pointer),
+        ("x", _pointer),
+        ("norm", _pointer),
+        ("bias", _pointer),
+        ("k", _int),
+        ("eps", _float),
     )
 
 
@@ -178,47 +187,76 @@ def next_token(
     return _bound("next_token", "minidecode_next_token", (args,), held, device=x.device)
 
 
-def attention(
-    *,
-    out: torch.Tensor,
-    qkv: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    rope: torch.Tensor,
-    position: torch.Tensor,
-    heads: int,
-    window: int | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    split: Split,
-) -> Launch:
+@dataclass(frozen=True)
+class Cache:
+    """What the attention of one layer works on besides q, k and v.
+
+    keys, values FP16 [kv_heads, capacity, head_dim]; rope FP32 [capacity, head_dim / 2, 2];
+    position INT32 [1]; q_norm, k_norm FP16 [head_dim] or None; window in positions or None.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    rope: torch.Tensor
+    position: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    window: int | None
+    eps: float
+
+
+def attention(out: torch.Tensor, qkv: torch.Tensor, cache: Cache, split: Split) -> Launch:
     """Attention of one token, with q/k norm, RoPE and the append to the cache before it.
 
-    out FP16 [heads * head_dim]; qkv FP16 [(heads + 2 kv_heads) * head_dim]; keys, values FP16
-    [kv_heads, capacity, head_dim]; rope FP32 [capacity, head_dim / 2, 2]; position INT32 [1].
+    out FP16 [heads * head_dim]; qkv FP16 [(heads + 2 kv_heads) * head_dim].
     """
-    kv_heads, capacity, head_dim = keys.shape
-    scratch = None
-    if split.splits > 1 and not split.cluster:
-        size = heads * split.splits * (head_dim + 2)
-        scratch = torch.empty(size, dtype=torch.float32, device=keys.device)
-    tensors = (out, keys, values, qkv, q_norm, k_norm, rope, position, scratch)
-    args = _Attention(
-        *(_p(t) for t in tensors),
-        heads,
-        kv_heads,
-        head_dim,
-        capacity,
-        window or 0,
-        eps,
-        split.splits,
-    )
-    held = tuple(t for t in tensors if t is not None)
+    head_dim = cache.keys.shape[2]
+    args, held = _attention_args(out, qkv, cache, split)
     if head_dim % 16 or head_dim > TENSOR_CORE_HEAD_DIM:
         return _bound("attention_any", "minidecode_attention_any", (args,), held)
     arguments = (args, _int(split.warps), _int(split.cluster))
     return _bound("attention", "minidecode_attention", arguments, held)
+
+
+def qkv_attention(
+    out: torch.Tensor,
+    *,
+    w: torch.Tensor,
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    bias: torch.Tensor | None,
+    cache: Cache,
+    split: Split,
+) -> Launch:
+    """`attention` with the RMSNorm and the QKV projection in the same kernel.
+
+    w FP16 [(heads + 2 kv_heads) * head_dim, k]; x, norm FP16 [k].
+    """
+    args, held = _attention_args(out, None, cache, split)
+    tensors = (w, x, norm, bias)
+    projection = _Projection(*(_p(t) for t in tensors), w.shape[1], cache.eps)
+    held = (*held, *(t for t in tensors if t is not None))
+    arguments = (args, projection, _int(split.warps))
+    return _bound("qkv_attention", "minidecode_qkv_attention", arguments, held)
+
+
+def _attention_args(
+    out: torch.Tensor, qkv: torch.Tensor | None, cache: Cache, split: Split
+) -> tuple[_Attention, tuple[torch.Tensor, ...]]:
+    """The kernel's arguments, and the tensors that they point to."""
+    kv_heads, capacity, head_dim = cache.keys.shape
+    heads = out.numel() // head_dim
+    scratch = None
+    if split.splits > 1 and not split.cluster:
+        size = heads * split.splits * (head_dim + 2)
+        scratch = torch.empty(size, dtype=torch.float32, device=out.device)
+    tensors = (
+        *(out, cache.keys, cache.values, qkv, cache.q_norm, cache.k_norm),
+        *(cache.rope, cache.position, scratch),
+    )
+    sizes = (heads, kv_heads, head_dim, capacity, cache.window or 0)
+    args = _Attention(*(_p(t) for t in tensors), *sizes, cache.eps, split.splits)
+    return args, tuple(t for t in tensors if t is not None)
 
 
 def build_fused_linears(wanted: Iterable[tuple[str, Tile]]) -> None:
@@ -272,7 +310,7 @@ def _library(stem: str) -> ctypes.CDLL:
 
 def build_helpers() -> None:
     """Compile everything here that has no tiles, side by side."""
-    stems = ("helpers", "attention", "attention_any", "next_token", "sample")
+    stems = ("helpers", "attention", "attention_any", "next_token", "sample", "qkv_attention")
     build.build_many([_source(stem) for stem in stems])
 
 

@@ -11,6 +11,7 @@ STAGED_BYTES = 224 * 1024
 # The tensor-core attention: query heads of a block, and blocks of a cluster, at most.
 HEADS_PER_BLOCK = 8
 MAX_CLUSTER = 16
+TENSOR_CORE_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class Split:
-    """How one KV head's context is shared: `splits` blocks of `warps` warps, as one `cluster`."""
+    """How one KV head's context is shared: `splits` blocks of `warps` warps, as one `cluster`.
+
+    `joined`: the cluster computes q, k and v itself, in the same kernel (qkv_attention.cu).
+    """
 
     splits: int
     warps: int
     cluster: bool
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,40 @@ class Device:
 
     sms: int
     sm90: bool
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The sizes that an attention's split depends on; `hidden` is the width of the projection."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+
+    @property
+    def groups(self) -> int:
+        """Blocks that read one position: eight query heads at most share a block."""
+        return self.kv_heads * -(-(self.heads // self.kv_heads) // HEADS_PER_BLOCK)
+
+    def takes(self, split: Split, device: Device) -> bool:
+        """Whether the kernels run with this split."""
+        if split.cluster and not device.sm90:
+            return False
+        if not split.joined:
+            return True
+        rows = (self.heads // self.kv_heads + 2) * self.head_dim
+        staged = self.hidden * (rows // split.splits * 2 + 4)
+        return (
+            split.cluster
+            and self.groups == self.kv_heads
+            and self.head_dim % 16 == 0
+            and self.head_dim <= TENSOR_CORE_HEAD_DIM
+            and self.hidden % 8 == 0
+            and rows % split.splits == 0
+            and staged <= STAGED_BYTES
+            and self.kv_heads * split.splits <= device.sms
+        )
 
 
 @dataclass(frozen=True)
@@ -71,11 +110,14 @@ class Choices:
             return default_tile(n, k)
         return chosen
 
-    def split(self, heads: int, kv_heads: int, head_dim: int, context: int) -> Split:
-        """The split of the attention for contexts of up to `context` positions."""
-        chosen = self.splits.get(split_key(heads, kv_heads, head_dim, context))
-        if chosen is None or (chosen.cluster and not self.device.sm90):
-            return default_split(heads, kv_heads, head_dim, context, self.device)
+    def split(self, heads: Heads, context: int, *, joined: bool = False) -> Split:
+        """The split of the attention for contexts of up to `context` positions.
+
+        One that is joined with the projection only if the caller can use it.
+        """
+        chosen = self.splits.get(split_key(heads, context))
+        if chosen is None or not heads.takes(chosen, self.device) or (chosen.joined and not joined):
+            return default_split(heads, context, self.device)
         return chosen
 
     def but(
@@ -92,9 +134,10 @@ def tile_key(kind: str, n: int, k: int) -> str:
     return f"{kind} {n}x{k}"
 
 
-def split_key(heads: int, kv_heads: int, head_dim: int, context: int) -> str:
+def split_key(heads: Heads, context: int) -> str:
     """The name under which an attention's split is kept."""
-    return f"{heads}/{kv_heads} heads of {head_dim}, context {context}"
+    h = heads
+    return f"{h.heads}/{h.kv_heads} heads of {h.head_dim}, hidden {h.hidden}, context {context}"
 
 
 def default_tile(n: int, k: int) -> Tile:
@@ -104,12 +147,11 @@ def default_tile(n: int, k: int) -> Tile:
     return Tile(threads, 8 if n * k >= 2**23 else 4)
 
 
-def default_split(heads: int, kv_heads: int, head_dim: int, context: int, device: Device) -> Split:
+def default_split(heads: Heads, context: int, device: Device) -> Split:
     """Enough blocks that a context of this length is in flight at once, as the GPU has room."""
-    groups = kv_heads * -(-(heads // kv_heads) // HEADS_PER_BLOCK)
     warps = 8
-    in_flight = warps * (16 if head_dim > 64 else 32)
-    room = max(1, device.sms // groups)
+    in_flight = warps * (16 if heads.head_dim > 64 else 32)
+    room = max(1, device.sms // heads.groups)
     most = min(room, MAX_CLUSTER) if device.sm90 else room
     splits = 1
     while splits * 2 <= most and splits * in_flight < context:
@@ -177,13 +219,14 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
     return [t for t in in_registers + in_shared + mixed if t.fits(k, sm90)]
 
 
-def split_candidates(heads: int, kv_heads: int, head_dim: int, device: Device) -> list[Split]:
+def split_candidates(heads: Heads, device: Device) -> list[Split]:
     """Splits of the attention worth measuring."""
-    groups = kv_heads * -(-(heads // kv_heads) // HEADS_PER_BLOCK)
-    widths = (4, 8) if head_dim > 64 else (4, 8, 16)
-    return [
+    widths = (4, 8) if heads.head_dim > 64 else (4, 8, 16)
+    apart = [
         Split(splits, warps, device.sm90 and splits > 1)
         for warps in widths
         for splits in (1, 2, 4, 8, 16)
-        if splits == 1 or splits * groups <= 2 * device.sms
+        if splits == 1 or splits * heads.groups <= 2 * device.sms
     ]
+    joined = [Split(splits, warps, True, True) for warps in (4, 8) for splits in (4, 8, 16)]
+    return [split for split in apart + joined if heads.takes(split, device)]

@@ -24,7 +24,14 @@ from minidecode.kernels.tiles import Choices, Device, Split, Tile
 
 _SHIPPED = Path(__file__).parent / "tuned"
 # What a measured choice depends on.
-_SOURCES = ("norm_linear.cu", "linear_residual.cu", "norm_linear_swiglu.cu", "attention.cu")
+_SOURCES = (
+    "norm_linear.cu",
+    "linear_residual.cu",
+    "norm_linear_swiglu.cu",
+    "norm_linear_logits.cu",
+    "attention.cu",
+    "qkv_attention.cu",
+)
 
 
 def choices(device: torch.device) -> Choices:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from minidecode.config import ModelConfig
 from minidecode.kernels import step
-from minidecode.kernels.tiles import Choices
+from minidecode.kernels.tiles import Choices, Heads, Split
 from minidecode.models.stages import Attention
 from minidecode.plan.op import Launch
 from minidecode.plan.state import State
 from minidecode.weights import Weights
+
+
+def heads_of(config: ModelConfig) -> Heads:
+    """The sizes that the attention's split depends on."""
+    c = config
+    return Heads(c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size)
 
 
 class CudaHelpers:
@@ -33,24 +40,29 @@ class CudaHelpers:
         """out[n] = silu(gate_up[:n]) * gate_up[n:]."""
         return step.swiglu(out, gate_up)
 
-    def attention(self, stage: Attention) -> Launch:
-        """state.qkv -> state.attention, and the cache grows by one position."""
-        s, w, c = self._state, self._weights, self._state.config
-        context = min(self._limit, stage.window or self._limit)
-        return step.attention(
-            out=s.attention,
-            qkv=s.qkv,
+    def cache(self, stage: Attention) -> step.Cache:
+        """What the attention of this layer works on."""
+        s, w = self._state, self._weights
+        return step.Cache(
             keys=s.keys[stage.layer],
             values=s.values[stage.layer],
             rope=s.rope,
             position=s.position,
-            heads=c.num_heads,
-            window=stage.window,
             q_norm=None if stage.q_norm is None else w[stage.q_norm],
             k_norm=None if stage.k_norm is None else w[stage.k_norm],
-            eps=c.rms_norm_eps,
-            split=self._choices.split(c.num_heads, c.num_kv_heads, c.head_dim, context),
+            window=stage.window,
+            eps=s.config.rms_norm_eps,
         )
+
+    def split(self, stage: Attention, *, joined: bool = False) -> Split:
+        """How this layer's attention is divided; joined with the projection only if allowed."""
+        context = min(self._limit, stage.window or self._limit)
+        return self._choices.split(heads_of(self._state.config), context, joined=joined)
+
+    def attention(self, stage: Attention) -> Launch:
+        """state.qkv -> state.attention, and the cache grows by one position."""
+        s = self._state
+        return step.attention(s.attention, s.qkv, self.cache(stage), self.split(stage))
 
     def argmax(self, head_out: torch.Tensor) -> Launch:
         """state.logits = head_out in FP32, state.best = the greatest of them."""

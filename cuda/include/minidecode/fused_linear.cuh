@@ -244,5 +244,5 @@ cudaError_t run_fused_linear(const FusedLinear* a, int tile, cudaStream_t stream
   Tile<MINIDECODE_THREADS, MINIDECODE_ROWS, MINIDECODE_UNROLL, MINIDECODE_STAGED, \
        MINIDECODE_RESIDENT>
 #else
-#define MINIDECODE_TILES Tile<128, 4, 1, 0>, Tile<128, 0, 1, 4>, Tile<256, 2, 2, 6, 4>
+#define MINIDECODE_TILES Tile<128, 4, 1, 0>, Tile<128, 0, 1, 4>, Tile<256, 2, 2, 6>
 #endif
