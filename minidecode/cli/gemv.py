@@ -1,0 +1,207 @@
+"""`gemv`: the kernels alone, over square sizes, any shapes, or those of a model."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minidecode.cli import options
+from minidecode.cli.progress import Progress
+from minidecode.errors import MinidecodeError, MissingError, UsageError
+
+if TYPE_CHECKING:
+    from minidecode.config import ModelConfig
+    from minidecode.kernels.registry import Gemv
+
+SIZES = (1024, 2048, 4096, 8192)
+DTYPES = {"fp16": ("fp16",), "fp32": ("fp32",), "both": ("fp32", "fp16")}
+FORMATS = ("txt", "md", "json", "csv")
+# The example model's dimensions, known without having it.
+EXAMPLE = "synthetic:smollm2-135m"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shapes = parser.add_mutually_exclusive_group()
+    shapes.add_argument(
+        "--n",
+        type=_sizes,
+        metavar="N,…",
+        help=f"square sizes (default: {','.join(map(str, SIZES))})",
+    )
+    shapes.add_argument("--shapes", type=_shapes, metavar="NxK,…", help="rows x columns")
+    shapes.add_argument(
+        "-m",
+        "--model",
+        metavar="MODEL",
+        help="the linear layers of a model, read off its config: directory, owner/name,"
+        " synthetic:NAME or example",
+    )
+    parser.add_argument(
+        "--kernel",
+        default="all",
+        metavar="KERNEL,…",
+        help="names from `kernels list`, file.cu, file.py:function; all (the default) is every one"
+        " that runs on the device",
+    )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp16", help="default fp16")
+    options.add_device(parser)
+    parser.add_argument(
+        "-o", "--output", choices=FORMATS, default="txt", help="what goes to stdout (default txt)"
+    )
+    parser.add_argument("--png", metavar="F", type=Path, help="draw it, too (needs matplotlib)")
+    options.add_quiet(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from minidecode.report import writer
+
+    dtypes = DTYPES[args.dtype]
+    gemvs = _named(args.kernel, dtypes)
+    if args.png is not None:
+        _check_picture(args.png)
+    shapes = args.shapes or [(n, n) for n in args.n or SIZES]
+    if args.model is not None:
+        shapes = _model_shapes(args.model)
+
+    from minidecode.bench.gemv import measure
+    from minidecode.loading import resolve_device
+
+    device = resolve_device(args.device)
+    gemvs = _on(device.type, gemvs, dtypes)
+    with Progress(args.quiet) as progress, options.show_builds(progress):
+        report = measure(gemvs, shapes, dtypes, device, command=_command(args), progress=progress)
+    if args.png is not None:
+        args.png.write_bytes(writer("png", "gemv")(report))
+    written = writer(args.output, "gemv")
+    if args.output == "txt":
+        plain = not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR"))
+        print(written(report, plain=plain), end="")
+    else:
+        print(written(report), end="")
+    return 0
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def _named(spec: str, dtypes: tuple[str, ...]) -> list[Gemv] | None:
+    """The kernels asked for; None is all. UsageError for one that is not there or has no dtype."""
+    from minidecode.kernels import registry
+
+    names = [name.strip() for name in spec.split(",") if name.strip()]
+    if names == ["all"]:
+        return None
+    if not names or "all" in names:
+        raise UsageError("--kernel takes names with commas between them, or all alone")
+    found = {name: registry.resolve(name, also=("all",)) for name in names}
+    for gemv in found.values():
+        if not set(dtypes) & set(gemv.dtypes):
+            has = " and ".join(gemv.dtypes)
+            raise UsageError(f"kernel {gemv.name} has no {' or '.join(dtypes)}, only {has}")
+    return list(found.values())
+
+
+def _on(device: str, asked: list[Gemv] | None, dtypes: tuple[str, ...]) -> list[Gemv]:
+    """Those of the kernels to measure on a device; what was asked for by name must run there."""
+    from minidecode.kernels import registry
+
+    if asked is None:
+        return [
+            gemv
+            for gemv in registry.gemvs().values()
+            if device in gemv.devices and set(dtypes) & set(gemv.dtypes)
+        ]
+    for gemv in asked:
+        if device not in gemv.devices:
+            wanted = " or ".join(gemv.devices)
+            raise MissingError(f"kernel {gemv.name} needs a {wanted} device, and this is {device}")
+        reason = gemv.unavailable()
+        if reason is not None:
+            raise MissingError(f"kernel {gemv.name}: {reason}")
+    return asked
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+def _sizes(text: str) -> list[int]:
+    """ "1024,2048" as numbers."""
+    return [options.positive(part.strip()) for part in text.split(",")]
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    """ "4096x14336,1024x1024" as (n, k)."""
+    found = []
+    for part in text.split(","):
+        sides = re.fullmatch(r"\s*([^x×]+)[x×]([^x×]+)\s*", part)
+        if sides is None:
+            raise argparse.ArgumentTypeError(f"not rows x columns, such as 4096x1024: {part!r}")
+        found.append((options.positive(sides[1].strip()), options.positive(sides[2].strip())))
+    return found
+
+
+def _model_shapes(spec: str) -> list[tuple[int, int]]:
+    """(n, k) of each different linear layer of a model, in the order they run."""
+    from minidecode import models
+    from minidecode.models.stages import Attention
+
+    config = _config(spec)
+    blueprint = models.family(config.model_type).blueprint(config)
+    shapes: dict[tuple[int, int], None] = {}
+    for _, stage in blueprint.stages():
+        if not isinstance(stage, Attention):
+            n, k = stage.weight.shape
+            shapes[n, k] = None
+    return list(shapes)
+
+
+def _config(spec: str) -> ModelConfig:
+    """The config of a model, of a hub's without its weights."""
+    from minidecode import models
+    from minidecode.checkpoint import resolve_model
+    from minidecode.models import synthetic
+
+    spec = EXAMPLE if spec == "example" else spec
+    if spec.startswith(options.SYNTHETIC):
+        return synthetic.config(spec.removeprefix(options.SYNTHETIC))
+    if os.path.exists(Path(spec).expanduser()) or spec.count("/") != 1:
+        return models.load_config(resolve_model(spec))
+    import huggingface_hub
+
+    try:
+        return models.load_config(Path(huggingface_hub.hf_hub_download(spec, "config.json")).parent)
+    except MinidecodeError:
+        raise
+    except Exception as error:  # http, ssl, disk: the libraries below share no base class
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise MinidecodeError(f"there is no directory {spec}, and as a hub id: {words}") from error
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+def _check_picture(path: Path) -> None:
+    """What would be a pity to find out after the measurement."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingError('a picture needs matplotlib: pip install "minidecode[plot]"')
+    if not path.absolute().parent.is_dir() or path.is_dir():
+        raise UsageError(f"--png {path}: no such folder, or a folder itself")
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command line that repeats this run."""
+    words = ["minidecode", "gemv"]
+    if args.model is not None:
+        words += ["-m", args.model]
+    elif args.shapes:
+        words += ["--shapes", ",".join(f"{n}x{k}" for n, k in args.shapes)]
+    else:
+        words += ["--n", ",".join(map(str, args.n or SIZES))]
+    words += ["--kernel", args.kernel, "--dtype", args.dtype, "--device", args.device]
+    return shlex.join(words)
