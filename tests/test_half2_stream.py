@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(shim.unavailable() is not None, reason=str(shim.
 
 SOURCE = shim.CUDA / "gemv" / "half2_stream.cu"
 TEXT = SOURCE.read_text(encoding="utf-8")
-RULE = re.compile(r"\{(\d+), (\d+|INT_MAX), kTile<(\d+), (\d+)(?:, (\d+))?>\}")
+RULE = re.compile(r"\{(\d+), (\d+|INT_MAX), kRun<(Tile<[\d, ]+>)>\}")
 FEWER = 64
 # Stands for any row longer than the rules know.
 LONG = 8200
@@ -31,23 +31,19 @@ class Rule:
 
     least_n: int
     most_k: int
-    threads: int
-    rows: int
-    staged: int
+    tile: str
+
+    @property
+    def staged(self) -> bool:
+        return int(re.findall(r"\d+", self.tile)[3]) > 0
 
     def holds(self, n: int, k: int, sm90: bool) -> bool:
         return n >= self.least_n and k <= self.most_k and (sm90 or not self.staged)
 
 
 RULES = [
-    Rule(
-        -(-int(n) // FEWER),
-        LONG if k == "INT_MAX" else int(k),
-        int(threads),
-        int(rows),
-        int(staged or 0),
-    )
-    for n, k, threads, rows, staged in RULE.findall(TEXT)
+    Rule(-(-int(n) // FEWER), LONG if k == "INT_MAX" else int(k), tile)
+    for n, k, tile in RULE.findall(TEXT)
 ]
 
 
@@ -63,8 +59,8 @@ def library() -> Iterator[shim.Runner]:
 
 
 def test_all_rules_are_read() -> None:
-    assert len(RULES) == TEXT.count("kTile<") > 0
-    assert sum(rule.staged > 0 for rule in RULES) == 3
+    assert len(RULES) == TEXT.count("kRun<") > 0
+    assert sum(rule.staged for rule in RULES) == 3
     assert RULES[-1].holds(1, LONG, sm90=False)  # some tile for everything
 
 

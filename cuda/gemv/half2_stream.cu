@@ -15,14 +15,12 @@ namespace {
 
 using minidecode::FusedLinear;
 using minidecode::kWarp;
+using minidecode::Tile;
 
 using Launch = cudaError_t (*)(const FusedLinear&, cudaStream_t);
 
-// ROWS of a block are held in registers or, by bulk copies of sm_90, STAGED in shared memory.
-template <int THREADS, int ROWS, int STAGED = 0>
-constexpr Launch kTile =
-    minidecode::launch_fused_linear<minidecode::Epilogue::kStore, false,
-                                    minidecode::Tile<THREADS, ROWS, 1, STAGED>>;
+template <typename T>
+constexpr Launch kRun = minidecode::launch_fused_linear<minidecode::Epilogue::kStore, false, T>;
 
 struct Rule {
   int least_n;
@@ -30,25 +28,26 @@ struct Rule {
   Launch launch;
 };
 
-// The first rule that a shape meets is its tile. Heads are best staged; many rows want small
-// blocks, of which a multiprocessor holds more, and long rows large ones; few rows are split finer,
-// or there is no block for every multiprocessor.
+// The first rule that a shape meets is its tile: threads, rows in registers, loads of each that a
+// thread has in flight, rows staged by bulk copies. Heads are best staged, which takes sm_90. Many
+// rows want small blocks, of which a multiprocessor holds more, and long rows large ones; few rows
+// are split finer, or there is no block for every multiprocessor.
 constexpr Rule kStaged[] = {
-    {32768, 1024, kTile<128, 0, 4>},  // heads of hidden size 1024
-    {32768, 2048, kTile<128, 0, 8>},  // 2048
-    {32768, 4096, kTile<256, 0, 8>},  // and 4096
+    {32768, 1024, kRun<Tile<128, 0, 1, 4>>},  // heads of hidden size 1024
+    {32768, 2048, kRun<Tile<128, 0, 1, 8>>},  // 2048
+    {32768, 4096, kRun<Tile<256, 0, 1, 8>>},  // and 4096
 };
 constexpr Rule kRegisters[] = {
-    {8192, 2048, kTile<128, 8>},     // gate and up of a 1B
-    {1, 1024, kTile<128, 4>},        // all layers of a 135M
-    {2560, 2048, kTile<192, 4>},     // qkv of a 1B
-    {1024, 2048, kTile<256, 8>},     // o of a 1B
-    {2048, 3072, kTile<192, 8>},     // a 3B: 384 pieces are two a thread
-    {16384, 4096, kTile<192, 8>},    // gate and up of an 8B
-    {2048, 4096, kTile<256, 8>},     // qkv and o of an 8B
-    {4096, 8192, kTile<256, 8>},     // 8192 squared
-    {2048, INT_MAX, kTile<512, 8>},  // down of all
-    {1, INT_MAX, kTile<256, 4>},     // few and long rows
+    {8192, 2048, kRun<Tile<128, 8, 1, 0>>},     // gate and up of a 1B
+    {1, 1024, kRun<Tile<128, 4, 1, 0>>},        // all layers of a 135M
+    {2560, 2048, kRun<Tile<192, 4, 1, 0>>},     // qkv of a 1B
+    {1024, 2048, kRun<Tile<256, 8, 1, 0>>},     // o of a 1B
+    {2048, 3072, kRun<Tile<192, 8, 1, 0>>},     // a 3B: 384 pieces are two a thread
+    {16384, 4096, kRun<Tile<192, 8, 1, 0>>},    // gate and up of an 8B
+    {2048, 4096, kRun<Tile<256, 8, 1, 0>>},     // qkv and o of an 8B
+    {4096, 8192, kRun<Tile<256, 8, 1, 0>>},     // 8192 squared
+    {2048, INT_MAX, kRun<Tile<512, 8, 1, 0>>},  // down of all
+    {1, INT_MAX, kRun<Tile<256, 4, 1, 0>>},     // few and long rows
 };
 
 template <int COUNT>
