@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import importlib.util
 import io
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,7 +73,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 def test_defaults() -> None:
     args = parse()
     assert (args.n, args.shapes, args.model, args.kernel) == (None, None, None, "all")
-    assert (args.dtype, args.output, args.png) == ("fp16", "txt", None)
+    assert (args.dtype, args.output, args.png) == ("fp16", None, None)
     assert command.SIZES == (1024, 2048, 4096, 8192)
 
 
@@ -146,10 +147,17 @@ def test_all_is_what_the_device_has() -> None:
     assert "half2_block" not in [gemv.name for gemv in command._on("cuda", None, ("fp32",))]
 
 
-def test_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingError, match="matplotlib"):
-        command._check_picture(tmp_path / "p.png")
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+    )
+    monkeypatch.setattr(bench, "measure", lambda *_, **__: pytest.fail("it was measured"))
+    code, out, err = run(capsys, "--n", "8", "--png", str(tmp_path / "p.png"))
+    assert (code, out) == (5, "")
+    assert "matplotlib" in err
 
 
 # --- shapes of models -----------------------------------------------------------------------------
@@ -261,11 +269,11 @@ def test_a_shape_given_twice_is_measured_once(capsys: pytest.CaptureFixture[str]
 
 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    _, markdown, _ = run(capsys, "--n", "48", "-o", "md")
+    _, markdown, _ = run(capsys, "--n", "48")  # stdout is no terminal
     assert "| torch  | 48 × 48 | fp16  |" in markdown
-    _, text, _ = run(capsys, "--n", "48")
+    _, text, _ = run(capsys, "--n", "48", "-o", "txt")
     assert "48×48" in text
-    assert "\x1b" not in text  # no colours where stdout is no terminal
+    assert "\x1b" not in text
     _, table, _ = run(capsys, "--n", "48", "-o", "csv")
     (row,) = csv.DictReader(io.StringIO(table))
     assert (row["kernel"], row["n"], row["served_from_cache"]) == ("torch", "48", "False")
@@ -276,7 +284,7 @@ def test_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "gemv.png"
     code, out, _ = run(capsys, "--n", "48,64", "--png", str(path))
     assert code == 0
-    assert "64×64" in out
+    assert "64 × 64" in out
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -325,6 +333,19 @@ def test_speed_against_the_baseline() -> None:
     row = filled("k", SQUARE, 2.0, Reads(1.9, 2000.0), baseline_us=3.0)
     assert row.vs_cublas == 1.5
     assert filled("k", SQUARE, 2.0, Reads(1.9, 2000.0)).vs_cublas is None
+
+
+def test_the_baseline_is_timed_though_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchs = registry.gemvs()["torch"]
+    stand_in = dataclasses.replace(torchs, name="cublas")
+    monkeypatch.setattr(registry, "gemvs", lambda: {"cublas": stand_in})
+    report = bench.measure([torchs], [(64, 64)], ["fp32"], "cpu", command="")
+    (row,) = report.rows
+    assert row.kernel == "torch"
+    assert row.vs_cublas is not None
+    report = bench.measure([stand_in, torchs], [(64, 64)], ["fp32"], "cpu", command="")
+    assert [row.kernel for row in report.rows] == ["cublas", "torch"]
+    assert report.rows[0].vs_cublas == 1.0
 
 
 def test_weights_that_all_fit_the_cache_have_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,16 +460,22 @@ def test_a_kernel_that_cannot_run_here_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert (row.median_us, row.reason) == (None, "no such luck")
 
 
-def test_no_compiler_for_the_read_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_for_the_read_kernel(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(*_: object) -> float:
         raise MissingError("no nvcc")
 
     monkeypatch.setattr(machine, "read_bandwidth", missing)
     monkeypatch.setattr(machine, "read_us", missing)
-    report = bench.measure([registry.gemvs()["torch"]], [(64, 64)], ["fp32"], "cpu", command="")
-    (row,) = report.rows
-    assert row.median_us is not None
-    assert (row.read_us, row.pct_of_read, report.read_bw_gb_s) == (None, None, None)
+    code, out, err = run(capsys, "--n", "64", "-o", "json")
+    assert code == 0
+    assert "no read ceiling" in err
+    document = json.loads(out)
+    assert document["read_bw_gb_s"] is None
+    (row,) = document["rows"]
+    assert row["median_us"] > 0
+    assert (row["read_us"], row["pct_of_read"]) == (None, None)
 
 
 # --- occupancy ------------------------------------------------------------------------------------
@@ -500,6 +527,27 @@ def test_occupancy_is_that_of_the_longest_kernel(monkeypatch: pytest.MonkeyPatch
     assert occupancy.of_call(lambda: None, torch.device("cuda", 0)) is None
     monkeypatch.setattr(occupancy, "multiprocessor", lambda _: None)
     assert occupancy.of_call(lambda: None, torch.device("cuda", 0)) is None
+
+
+def test_occupancy_is_added_to_the_rows_of_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran = []
+
+    def of_call(call: Callable[[], None], device: torch.device) -> float:
+        call()
+        ran.append(device)
+        return 0.75
+
+    monkeypatch.setattr(occupancy, "of_call", of_call)
+    problem = Problem(8, 16, "fp16")
+    rows = {(name, problem): filled(name, problem, 1.0, Reads(1.0, 1e3)) for name in ("torch", "b")}
+    cpu = torch.device("cpu")
+    bench._fill_occupancy(rows, {"torch": registry.gemvs()["torch"]}, cpu)
+    assert rows["torch", problem].occupancy == 0.75
+    assert rows["torch", problem].median_us == 1.0
+    assert rows["b", problem].occupancy is None
+    assert ran == [cpu]
 
 
 # --- scripts/ncu_driver.py ------------------------------------------------------------------------

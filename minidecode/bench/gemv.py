@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from minidecode.bench import device as machine
 from minidecode.bench import occupancy, timer
-from minidecode.errors import KernelWrongError, MinidecodeError, MissingError
+from minidecode.errors import KernelWrongError, MinidecodeError
 from minidecode.kernels import build, ops, registry
 from minidecode.kernels.check import ROW_TOLERANCE, TINY, TOLERANCE, check
 from minidecode.kernels.ops import gemv_bytes
@@ -201,10 +201,10 @@ def _empty(kernel: str, problem: Problem, reason: str) -> GemvRow:
 
 
 def _ceiling(device: torch.device) -> float | None:
-    """The read bandwidth, GB/s; None where our kernel that measures it cannot be compiled."""
+    """The read bandwidth, GB/s; None where it cannot be measured, as for want of a compiler."""
     try:
         return machine.read_bandwidth(device)
-    except MissingError:
+    except MinidecodeError:
         return None
 
 
@@ -212,7 +212,7 @@ def _read_us(problem: Problem, device: torch.device) -> float | None:
     """Time of a pure read of the problem's bytes, like `_ceiling`."""
     try:
         return machine.read_us(device, problem.bytes)
-    except MissingError:
+    except MinidecodeError:
         return None
 
 

@@ -6,12 +6,11 @@ import argparse
 import importlib.util
 import os
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minidecode.cli import options
+from minidecode.cli import measure, options
 from minidecode.cli.progress import Progress
 from minidecode.errors import MinidecodeError, MissingError, UsageError
 
@@ -52,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp16", help="default fp16")
     options.add_device(parser)
     parser.add_argument(
-        "-o", "--output", choices=FORMATS, default="txt", help="what goes to stdout (default txt)"
+        "-o", "--output", choices=FORMATS, help="default: txt on a terminal, else md"
     )
-    parser.add_argument("--png", metavar="F", type=Path, help="draw it, too (needs matplotlib)")
+    parser.add_argument("--png", metavar="F", help="a picture, too (needs matplotlib)")
     options.add_quiet(parser)
 
 
@@ -63,27 +62,30 @@ def run(args: argparse.Namespace) -> int:
 
     dtypes = DTYPES[args.dtype]
     gemvs = _named(args.kernel, dtypes)
-    if args.png is not None:
-        _check_picture(args.png)
+    measure.check_output("--png", args.png)
+    if args.png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise MissingError('a picture needs matplotlib: pip install "minidecode[plot]"')
     shapes = args.shapes or [(n, n) for n in args.n or SIZES]
     if args.model is not None:
         shapes = _model_shapes(args.model)
 
-    from minidecode.bench.gemv import measure
+    from minidecode.bench import gemv as bench
     from minidecode.loading import resolve_device
 
     device = resolve_device(args.device)
     gemvs = _on(device.type, gemvs, dtypes)
     with Progress(args.quiet) as progress, options.show_builds(progress):
-        report = measure(gemvs, shapes, dtypes, device, command=_command(args), progress=progress)
+        report = bench.measure(
+            gemvs, shapes, dtypes, device, command=_command(args), progress=progress
+        )
+    if report.read_bw_gb_s is None:
+        print("minidecode: no read ceiling: it cannot be measured here, see env", file=sys.stderr)
     if args.png is not None:
-        args.png.write_bytes(writer("png", "gemv")(report))
-    written = writer(args.output, "gemv")
-    if args.output == "txt":
-        plain = not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR"))
-        print(written(report, plain=plain), end="")
-    else:
-        print(written(report), end="")
+        measure.write(args.png, writer("png", "gemv")(report))
+    chosen = args.output or ("txt" if sys.stdout.isatty() else "md")
+    written = writer(chosen, "gemv")
+    text = written(report, plain=measure.plain()) if chosen == "txt" else written(report)
+    measure.write("-", text)
     return 0
 
 
@@ -186,22 +188,15 @@ def _config(spec: str) -> ModelConfig:
 # --- output ---------------------------------------------------------------------------------------
 
 
-def _check_picture(path: Path) -> None:
-    """What would be a pity to find out after the measurement."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingError('a picture needs matplotlib: pip install "minidecode[plot]"')
-    if not path.absolute().parent.is_dir() or path.is_dir():
-        raise UsageError(f"--png {path}: no such folder, or a folder itself")
-
-
 def _command(args: argparse.Namespace) -> str:
     """The command line that repeats this run."""
-    words = ["minidecode", "gemv"]
-    if args.model is not None:
-        words += ["-m", args.model]
-    elif args.shapes:
-        words += ["--shapes", ",".join(f"{n}x{k}" for n, k in args.shapes)]
-    else:
-        words += ["--n", ",".join(map(str, args.n or SIZES))]
-    words += ["--kernel", args.kernel, "--dtype", args.dtype, "--device", args.device]
-    return shlex.join(words)
+    named = args.model is not None or args.shapes
+    flags = {
+        "-m": args.model,
+        "--shapes": [f"{n}x{k}" for n, k in args.shapes] if args.shapes else None,
+        "--n": None if named else args.n or list(SIZES),
+        "--kernel": args.kernel,
+        "--dtype": args.dtype,
+        "--device": args.device,
+    }
+    return measure.command_line("gemv", (), flags)
