@@ -46,8 +46,8 @@ cudaError_t launch_attention(const Attention& a, bool cluster, cudaStream_t stre
 }  // namespace
 }  // namespace minidecode
 
-// head_dim: a multiple of 16 up to 128. `warps` is 4, 8 or 16. With `cluster` the splits, up to 16,
-// are one cluster (sm_90); without it they meet in `scratch`.
+// head_dim: a multiple of 16 up to 128. `warps` is 4, 8 or 16. With `cluster` the splits, a power
+// of two up to 16, are one cluster (sm_90); without it they meet in `scratch`.
 MINIDECODE_EXPORT cudaError_t minidecode_attention(const minidecode::Attention* args, int warps,
                                                    int cluster, cudaStream_t stream) {
   using namespace minidecode;
@@ -55,7 +55,8 @@ MINIDECODE_EXPORT cudaError_t minidecode_attention(const minidecode::Attention* 
   if (a.head_dim % 16 != 0 || a.head_dim < 16 || a.head_dim > 128 || a.heads % a.kv_heads != 0) {
     return cudaErrorNotSupported;
   }
-  if (cluster != 0 && (a.splits > 16 || !has_pdl())) return cudaErrorNotSupported;
+  const bool power_of_two = (a.splits & (a.splits - 1)) == 0;  // equal slices for the blocks
+  if (cluster != 0 && (a.splits > 16 || !power_of_two || !has_pdl())) return cudaErrorNotSupported;
   const bool wide = a.head_dim > 64, joined = cluster != 0;
   switch (warps) {
     case 4:

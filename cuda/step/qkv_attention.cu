@@ -145,7 +145,7 @@ cudaError_t launch_joined(const Attention& a, const Projection& p, cudaStream_t 
 }  // namespace minidecode
 
 // At most eight query heads a KV head, head_dim a multiple of 16 up to 128, k a multiple of 8, and
-// 2 to 16 splits that divide the cluster's rows. sm_90 only.
+// 2, 4, 8 or 16 splits that divide the cluster's rows. sm_90 only.
 MINIDECODE_EXPORT cudaError_t minidecode_qkv_attention(const minidecode::Attention* args,
                                                        const minidecode::Projection* projection,
                                                        int warps, cudaStream_t stream) {
@@ -154,7 +154,8 @@ MINIDECODE_EXPORT cudaError_t minidecode_qkv_attention(const minidecode::Attenti
   const Projection& p = *projection;
   if (!has_pdl() || a.head_dim % 16 != 0 || a.head_dim < 16 || a.head_dim > 128 ||
       a.heads % a.kv_heads != 0 || a.heads / a.kv_heads > kHeads || p.k % 8 != 0 || a.splits < 2 ||
-      a.splits > 16 || (a.heads / a.kv_heads + 2) * a.head_dim % a.splits != 0) {
+      a.splits > 16 || (a.splits & (a.splits - 1)) != 0 ||
+      (a.heads / a.kv_heads + 2) * a.head_dim % a.splits != 0) {
     return cudaErrorNotSupported;
   }
   const bool wide = a.head_dim > 64;
