@@ -22,6 +22,7 @@ from minidecode.kernels.tiles import (
     STAGED_BYTES,
     Choices,
     Device,
+    Heads,
     Split,
     Tile,
     default_split,
@@ -350,35 +351,53 @@ def test_tile_candidates(k: int) -> None:
 @pytest.mark.parametrize("device", [H200, A100])
 @pytest.mark.parametrize("heads", [(9, 3), (32, 8), (32, 32), (14, 2), (64, 2)])
 def test_splits(device: Device, heads: tuple[int, int]) -> None:
-    blocks = heads[1] * math.ceil(heads[0] // heads[1] / HEADS_PER_BLOCK)
     for head_dim in (64, 128):
+        sizes = Heads(*heads, head_dim, 576)
+        assert sizes.groups == heads[1] * math.ceil(heads[0] // heads[1] / HEADS_PER_BLOCK)
         before = 0
         for context in (1, 256, 512, 4096, 131_072):
-            split = default_split(*heads, head_dim, context, device)
+            split = default_split(sizes, context, device)
             assert split.splits >= before
             before = split.splits
-            assert split.splits == 1 or split.splits * blocks <= device.sms
-            assert not split.cluster or (device.sm90 and split.splits <= MAX_CLUSTER)
-        assert default_split(*heads, head_dim, 1, device).splits == 1
-        for split in split_candidates(*heads, head_dim, device):
+            assert split.splits == 1 or split.splits * sizes.groups <= device.sms
+            assert sizes.takes(split, device)
+        assert default_split(sizes, 1, device).splits == 1
+        candidates = split_candidates(sizes, device)
+        assert candidates
+        for split in candidates:
+            assert sizes.takes(split, device)
             assert not split.cluster or (device.sm90 and split.splits <= MAX_CLUSTER)
             assert split.warps in ((4, 8, 16) if head_dim <= 64 else (4, 8))
 
 
+def test_joined_splits_need_room() -> None:
+    joined = Split(8, 8, True, True)
+    assert Heads(9, 3, 64, 576).takes(joined, H200)
+    assert not Heads(9, 3, 64, 576).takes(joined, A100)
+    assert not Heads(32, 8, 128, 4096).takes(joined, H200)  # weights beyond shared memory
+    assert not Heads(32, 32, 64, 512).takes(joined, H200)  # more blocks than multiprocessors
+    assert not Heads(9, 1, 64, 576).takes(joined, H200)  # more heads than a block has
+    assert not Heads(9, 3, 20, 576).takes(joined, H200)
+
+
 def test_choices_that_a_gpu_cannot_run_are_left() -> None:
-    staged = Tile(128, 0, 1, 4)
+    staged, sizes = Tile(128, 0, 1, 4), Heads(9, 3, 64, 576)
     measured = Choices(
         A100,
         tiles={tile_key("qkv", 960, 576): staged, tile_key("o", 576, 576): Tile(64, 4)},
-        splits={split_key(9, 3, 64, 256): Split(4, 8, True)},
+        splits={
+            split_key(sizes, 256): Split(4, 8, True),
+            split_key(sizes, 512): Split(8, 8, True, True),
+        },
     )
     assert measured.tile("qkv", 960, 576) == default_tile(960, 576)
     assert measured.tile("o", 576, 576) == Tile(64, 4)
-    assert not measured.split(9, 3, 64, 256).cluster
+    assert not measured.split(sizes, 256).cluster
     on_h200 = Choices(H200, measured.tiles, measured.splits)
     assert on_h200.tile("qkv", 960, 576) == staged
     assert on_h200.tile("qkv", 961, 576) == default_tile(961, 576)
-    assert on_h200.split(9, 3, 64, 256) == Split(4, 8, True)
-    assert on_h200.but({tile_key("qkv", 960, 576): Tile(64, 4)}).tile("qkv", 960, 576) == Tile(
-        64, 4
-    )
+    assert on_h200.split(sizes, 256) == Split(4, 8, True)
+    assert on_h200.split(sizes, 512) == default_split(sizes, 512, H200)
+    assert on_h200.split(sizes, 512, joined=True).joined
+    swapped = on_h200.but({tile_key("qkv", 960, 576): Tile(64, 4)})
+    assert swapped.tile("qkv", 960, 576) == Tile(64, 4)
