@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,30 @@ def example_dir() -> Path:
         if "CI" in os.environ:
             raise
         pytest.skip(f"no example model: {error}")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of a tiny random Llama whose tokenizer has a token a character."""
+    import tiny
+
+    directory = tmp_path_factory.mktemp("models") / "little"
+    tiny.build(directory, tokenizer=True)
+    return str(directory)
+
+
+@pytest.fixture
+def quick_measuring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A read ceiling of 20 GB/s that takes no second to measure, and one thread for torch.
+
+    On a busy machine two threads spend their time waiting for each other.
+    """
+    import torch
+
+    from minidecode.bench import device
+
+    monkeypatch.setattr(device, "read_bandwidth", lambda _: 20.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shlex
 import sys
@@ -47,12 +48,13 @@ def environment(decoder: Decoder, progress: Progress) -> Environment:
     from minidecode.bench import device
 
     progress(None, "measuring the read bandwidth")
+    ceiling = None
     try:
-        device.read_bandwidth(decoder.device)
+        ceiling = device.read_bandwidth(decoder.device)
     except MinidecodeError as error:
         progress.stop()
         print(f"minidecode: no read ceiling: {error}", file=sys.stderr)
-    return device.environment(decoder.device)
+    return dataclasses.replace(device.environment(decoder.device), read_bw_gb_s=ceiling)
 
 
 def command_line(name: str, positional: tuple[str, ...], flags: Mapping[str, object]) -> str:
