@@ -818,9 +818,10 @@ SAMPLINGS = (
 def test_a_draw_is_the_greatest_score_with_noise(sampling: Sampling) -> None:
     """Among the tokens that sampling.py leaves, and with its probabilities: no other token."""
     vocab, seen = 97, (3, 50, 96)
-    for seed in range(12):
+    for seed in range(24):
         random = np.random.default_rng(seed)
-        logits = constant((random.standard_normal(vocab) * 3).astype(np.float32))
+        spread = (0.3, 1.0, 3.0)[seed % 3]
+        logits = constant((random.standard_normal(vocab) * spread).astype(np.float32))
         s = Sampling(**{**vars(sampling), "seed": seed * 2**58 + seed})
         p = distribution(logits, s, seen)
         with np.errstate(divide="ignore"):
@@ -829,6 +830,31 @@ def test_a_draw_is_the_greatest_score_with_noise(sampling: Sampling) -> None:
         if noisy[order[-1]] - noisy[order[-2]] < 1e-4:
             continue  # FP32 may decide either way
         assert ref.token_of(draw(logits, s, seen, seed, order=seed % 4)) == order[-1]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0, top_k=3),
+        Sampling(1.0, top_p=0.24),
+        Sampling(1.0, top_p=0.26),
+        Sampling(0.02, min_p=0.5),
+        Sampling(1.0, top_k=8, top_p=0.4),
+        Sampling(0.02, top_k=9, top_p=0.9, min_p=0.4),
+        Sampling(1.0, top_k=4, repetition_penalty=1.5),
+    ],
+    ids=str,
+)
+def test_every_token_that_is_left_is_drawn_and_no_other(sampling: Sampling) -> None:
+    logits = np.linspace(1.0, 1.02, 12, dtype=np.float32)[[*range(0, 12, 2), *range(1, 12, 2)]]
+    seen = (11, 4)
+    support = set(np.flatnonzero(distribution(logits, sampling, seen)))
+    assert 1 < len(support) < 12
+    drawn = {
+        ref.token_of(draw(logits, Sampling(**{**vars(sampling), "seed": seed}), seen))
+        for seed in range(25 * len(support))
+    }
+    assert drawn == support
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)

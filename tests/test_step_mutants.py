@@ -1,0 +1,175 @@
+"""The tests of the step kernels notice broken ones: each mutant here must be caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import shim
+import test_step_kernels_host as host
+from shim import HostKernelError
+from test_step_kernels_host import Case, Joined, Linear
+
+from minidecode.kernels import step
+from minidecode.sampling import Sampling
+
+pytestmark = pytest.mark.skipif(shim.unavailable() is not None, reason=str(shim.unavailable()))
+
+ATTENTION = "include/minidecode/attention.cuh"
+LINEAR = "include/minidecode/fused_linear.cuh"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, which `where` below cuda/ has once, becomes `new`; `caught` runs a test on it."""
+
+    stem: str
+    name: str
+    where: str
+    old: str
+    new: str
+    caught: Callable[[], bool]
+
+    def build(self) -> Path:
+        file = shim.CUDA / self.where
+        text = file.read_text(encoding="utf-8")
+        assert text.count(self.old) == 1, f"{file} has {text.count(self.old)} x {self.old!r}"
+        overlay = {file: text.replace(self.old, self.new)}
+        return shim.build_library(shim.CUDA / "step" / f"{self.stem}.cu", overlay=overlay)
+
+
+def attention(*fields: int, **named: object) -> Callable[[], bool]:
+    return lambda: host.wrong_attention(Case(*fields, **named)) != ""  # type: ignore[arg-type]
+
+
+def linear(stem: str, tile: int, rows: int, k: int) -> Callable[[], bool]:
+    return lambda: host.wrong_linear(Linear(stem, tile, rows, k)) != ""
+
+
+def joined(*fields: int, k: int) -> Callable[[], bool]:
+    return lambda: host.wrong_joined(Joined(Case(*fields, 4, 4, True), k)) != ""
+
+
+def norm_of_many() -> bool:
+    return fails(lambda: host.test_rms_norm(9000))
+
+
+def stays_stopped() -> bool:
+    return fails(host.test_an_end_token_stops_the_steps_that_follow)
+
+
+def draws(sampling: Sampling) -> Callable[[], bool]:
+    return lambda: fails(lambda: host.test_every_token_that_is_left_is_drawn_and_no_other(sampling))
+
+
+def fails(test: Callable[[], None]) -> bool:
+    try:
+        test()
+    except (AssertionError, HostKernelError):
+        return True
+    return False
+
+
+MUTANTS = (
+    Mutant(
+        *("attention", "newest-position", ATTENTION),
+        *("if (base + TILES * kKeys > seen.last) {", "if (base < 0) {"),
+        attention(2, 1, 64, 20),
+    ),
+    Mutant(
+        *("attention", "no-rescale", ATTENTION),
+        *("const float shrink = exp2f(greatest - top);", "const float shrink = 1.0f;"),
+        attention(2, 1, 64, 300, 4, magnitude=3.0),
+    ),
+    Mutant(
+        *("attention", "sees-the-future", ATTENTION),
+        *("p + 1 <= seen.last ? s1", "p <= seen.last ? s1"),
+        attention(2, 1, 64, 20),
+    ),
+    Mutant(
+        *("attention_any", "window-too-wide", ATTENTION),
+        *("last + 1 - a.window", "last - a.window"),
+        attention(2, 1, 20, 20, 0, window=4),
+    ),
+    Mutant(
+        *("attention", "no-wait", ATTENTION),
+        *("if (CLUSTER) cluster_sync();\n  pdl_wait();", "if (CLUSTER) cluster_sync();"),
+        attention(2, 1, 64, 20),
+    ),
+    Mutant(
+        *("attention", "combine", "step/attention.cu"),
+        *("parts + s * width + 1) * share", "parts + s * width + 1)"),
+        attention(2, 1, 64, 300, 4, 4),
+    ),
+    Mutant(
+        *("qkv_attention", "no-barrier-after-projection", ATTENTION),
+        *("shared, raw);\n    cluster_sync();", "shared, raw);\n    __syncthreads();"),
+        joined(2, 1, 64, 20, k=64),
+    ),
+    Mutant(
+        *("qkv_attention", "squares-of-own-warp", "step/qkv_attention.cu"),
+        *("total += warp_squares[w]", "total = warp_squares[w]"),
+        joined(2, 1, 64, 20, k=576),
+    ),
+    Mutant(
+        *("linear_residual", "row-guard", LINEAR),
+        *("first + slot < n : ", "true : "),
+        linear(step.LINEAR_RESIDUAL, 0, 3, 64),
+    ),
+    Mutant(
+        *("norm_linear", "nobody-waits-for-the-copy", LINEAR),
+        *("      mbarrier_wait(&arrived, 0);\n", ""),
+        linear(step.NORM_LINEAR, 1, 4, 576),
+    ),
+    Mutant(
+        *("norm_linear_swiglu", "gate-and-up", LINEAR),
+        *("first / 2 + slot / 2 + (slot % 2) * (n / 2)", "first + slot"),
+        linear(step.NORM_SWIGLU, 0, 6, 64),
+    ),
+    Mutant(
+        *("helpers", "second-piece-lost", "step/helpers.cu"),
+        *("if (i != begin) load(x, i, v);", "if (i != begin) load(weight, i, v);"),
+        norm_of_many,
+    ),
+    Mutant(
+        *("next_token", "moves-on-when-stopped", "step/next_token.cu"),
+        *("if (!bad && !stopped) *a.position", "if (!bad) *a.position"),
+        stays_stopped,
+    ),
+    Mutant(
+        *("sample", "one-too-few", "step/sample.cu"),
+        *("bins[bin] < remaining", "bins[bin] <= remaining"),
+        draws(Sampling(1.0, top_k=5)),
+    ),
+    Mutant(
+        *("sample", "mass-of-all-tokens", "step/sample.cu"),
+        *("return orderable(s) >= least ? static_cast", "return true ? static_cast"),
+        draws(Sampling(1.0, top_k=8, top_p=0.4)),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def built() -> Iterator[dict[Mutant, Future[Path]]]:
+    """The compilers of all mutants, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {mutant: pool.submit(mutant.build) for mutant in MUTANTS}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[f"{m.stem}-{m.name}" for m in MUTANTS])
+def test_mutant_is_caught(
+    built: dict[Mutant, Future[Path]], mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shim.Runner(built[mutant].result()) as broken:
+        # The linear files are compiled with their own three tiles here.
+        monkeypatch.setattr(host, "linear_library", lambda _: broken)
+        monkeypatch.setattr(host, "library", lambda _: broken)
+        assert mutant.caught()
+
+
+def test_the_checks_pass_without_a_mutation() -> None:
+    for mutant in MUTANTS:
+        assert not mutant.caught(), mutant.name
