@@ -22,11 +22,16 @@ from minidecode.plan import kernel_set
 from minidecode.records import FASTER, NO_DIFFERENCE, SLOWER, ABResult, Environment
 
 pytestmark = pytest.mark.usefixtures("quick_measuring")
-USER = Path(__file__).parent / "kernels_user.py"
+FIXTURES = Path(__file__).parent / "fixtures"
+RIGHT = f"{FIXTURES / 'hostile' / 'hostile.py'}:right"
+
+
+def hostile(name: str) -> str:
+    return f"{FIXTURES / 'hostile' / 'hostile.py'}:{name}"
 
 
 def user(name: str) -> str:
-    return f"{USER}:{name}"
+    return f"{FIXTURES / 'user_kernels.py'}:{name}"
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +170,8 @@ def test_the_gate_sees_through_what_another_kernel_left_behind(tiny_model: str) 
     """A kernel that leaves a row out would find the right value there, were it not for the NaN."""
     decoder = minidecode.load(tiny_model)
     ids = measure.gate_ids(decoder)
-    whole = kernel_set(user("right"), decoder.device)
-    lazy = kernel_set(user("skips_last"), decoder.device)
+    whole = kernel_set(RIGHT, decoder.device)
+    lazy = kernel_set(hostile("skips_last_row"), decoder.device)
     checker = gate.Gate(decoder, ids)
     checker._check_gemvs = lambda kernels: None  # type: ignore[method-assign]
     assert all(each.passed for each in checker.check([("right", whole)], "before"))
@@ -187,7 +192,10 @@ def test_the_gate_takes_the_model_s_own_tokens(tiny_model: str, tmp_path: Path) 
     assert len(measure.gate_ids(short)) == 40
 
 
-@pytest.mark.parametrize("kernel", ["zeros", "nan", "skips_last"])
+@pytest.mark.parametrize(
+    "kernel",
+    ["zeros", "nan", "skips_last_row", "wrong_after_ten", "one_past_the_end", "previous_result"],
+)
 @pytest.mark.parametrize("place", ["a", "b", "only"])
 @pytest.mark.parametrize("which", ["tiny_model", "small_weights"])
 def test_a_wrong_kernel_is_refused_before_any_number_is_printed(
@@ -198,7 +206,7 @@ def test_a_wrong_kernel_is_refused_before_any_number_is_printed(
     place: str,
     which: str,
 ) -> None:
-    wrong = user(kernel)
+    wrong = hostile(kernel)
     arms = [wrong, "torch"] if place == "a" else ["torch", wrong]
     only = ["--only", "o_proj"] if place == "only" else []
     directory = request.getfixturevalue(which)
@@ -214,7 +222,7 @@ def test_a_wrong_kernel_is_refused_before_any_number_is_printed(
 def test_a_kernel_that_becomes_wrong_while_it_is_timed(
     capsys: pytest.CaptureFixture[str], tiny_model: str
 ) -> None:
-    assert cli.main(["ab", "torch", user("turns"), "-m", tiny_model]) == 3
+    assert cli.main(["ab", "torch", user("wrong_later"), "-m", tiny_model]) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "after the timed part" in captured.err
@@ -264,10 +272,10 @@ def test_the_same_kernel_twice_is_no_difference(
 
 def test_the_document_holds_everything(capsys: pytest.CaptureFixture[str], tiny_model: str) -> None:
     result = result_of(
-        capsys, "torch", user("right"), "-m", tiny_model, "-n", "2", "-d", "20", "--rounds", "12"
+        capsys, "torch", RIGHT, "-m", tiny_model, "-n", "2", "-d", "20", "--rounds", "12"
     )
     assert (result.a.kernel, result.a.engine) == ("torch", "torch")
-    assert (result.b.kernel, result.b.engine) == (user("right"), "composed")
+    assert (result.b.kernel, result.b.engine) == (RIGHT, "composed")
     assert (result.rounds, result.depth, result.model) == (12, 20, "little")
     assert len(result.a.samples_us) == len(result.b.samples_us) == 12
     assert len(result.noise_samples_us) == 24
@@ -279,7 +287,7 @@ def test_the_document_holds_everything(capsys: pytest.CaptureFixture[str], tiny_
     assert all(g.passed and g.positions == 64 and g.rel_err is not None for g in result.gates)
     assert result.a.tokens_s == pytest.approx(1e6 / result.a.step_us)
     assert result.a.pct_read_bw == pytest.approx(100 * (result.a.gb_s or 0) / 20.0)
-    assert f"minidecode ab torch {user('right')} -m {tiny_model} -n 2 -d 20" in result.command
+    assert f"minidecode ab torch {RIGHT} -m {tiny_model} -n 2 -d 20" in result.command
 
 
 def test_the_table_ends_with_the_verdict(
@@ -290,7 +298,7 @@ def test_the_table_ends_with_the_verdict(
 ) -> None:
     timed_by(monkeypatch, lambda i: 8.0, lambda i: 10.0, lambda i: 8.0)
     file = tmp_path / "ab.json"
-    assert cli.main(["ab", "torch", user("right"), "-m", tiny_model, "--json", str(file)]) == 0
+    assert cli.main(["ab", "torch", RIGHT, "-m", tiny_model, "--json", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert "is 0.800x as fast as torch" in " ".join(lines[-2:])
@@ -306,7 +314,7 @@ def test_fail_if_slower(
     code: int,
 ) -> None:
     timed_by(monkeypatch, lambda i: 10.0, lambda i: b_us, lambda i: 10.0)
-    arguments = ["ab", "torch", user("right"), "-m", tiny_model, "--fail-if-slower", "5"]
+    arguments = ["ab", "torch", RIGHT, "-m", tiny_model, "--fail-if-slower", "5"]
     assert cli.main(arguments) == code
     captured = capsys.readouterr()
     assert "tokens/s" in captured.out
@@ -321,16 +329,14 @@ def test_fail_if_slower_wants_to_be_sure(monkeypatch: pytest.MonkeyPatch, tiny_m
         lambda i: 10.8 if i % 4 else 10.2,
         lambda i: 10.0,
     )
-    assert (
-        cli.main(["ab", "torch", user("right"), "-m", tiny_model, "--fail-if-slower", "7.3"]) == 0
-    )
+    assert cli.main(["ab", "torch", RIGHT, "-m", tiny_model, "--fail-if-slower", "7.3"]) == 0
 
 
 def test_a_slow_kernel_in_one_place_is_found_with_the_right_ratio(
     capsys: pytest.CaptureFixture[str], wide: str
 ) -> None:
     """The step grows by what the report says that down takes."""
-    right, slow = user("right"), user("half_as_fast")
+    right, slow = RIGHT, user("half_as_fast")
     report = ["report", "-m", wide, "--kernel", right, "--vs", slow, "--only", "down_proj"]
     assert cli.main([*report, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from minidecode.plan.state import NON_FINITE, PENDING
 from minidecode.records import Run
 
 pytestmark = pytest.mark.usefixtures("quick_measuring")
-USER = Path(__file__).parent / "kernels_user.py"
+HOSTILE = Path(__file__).parent / "fixtures" / "hostile" / "hostile.py"
 LLAMA_BENCH = [
     "build_commit",
     "cpu_info",
@@ -103,7 +104,7 @@ def test_bytes_are_those_of_the_positions_in_the_middle(
 def test_every_length_depth_and_kernel_in_one_call(
     capsys: pytest.CaptureFixture[str], tiny_model: str
 ) -> None:
-    kernel = f"{USER}:right"
+    kernel = f"{HOSTILE}:right"
     arguments = ["-p", "8,16", "-n", "2,4", "-d", "0,32", "-r", "1", "--kernel", f"torch,{kernel}"]
     runs = [Run.from_dict(run) for run in bench(capsys, "-m", tiny_model, *arguments)]
     names = ["pp8", "pp16", "tg2", "tg4"]
@@ -222,11 +223,11 @@ def test_the_example(capsys: pytest.CaptureFixture[str], example_dir: Path) -> N
     assert run["avg_ts"] > 0
 
 
-@pytest.mark.parametrize("kernel", ["zeros", "nan", "skips_last"])
+@pytest.mark.parametrize("kernel", ["zeros", "nan", "skips_last_row"])
 def test_a_wrong_kernel_gets_no_numbers(
     capsys: pytest.CaptureFixture[str], tiny_model: str, kernel: str
 ) -> None:
-    kernels = f"torch,{USER}:{kernel}"
+    kernels = f"torch,{HOSTILE}:{kernel}"
     assert cli.main(["bench", "-m", tiny_model, "-p", "8", "-n", "2", "--kernel", kernels]) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -261,3 +262,20 @@ def test_a_command_line_that_cannot_be_parsed(
     with pytest.raises(SystemExit) as end:
         cli.main(["bench", *arguments])
     assert end.value.code == 2
+
+
+def test_above_the_ceiling_is_not_shown_without_a_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_model: str
+) -> None:
+    """As where a cache serves the weights: here memory is said to be slow."""
+    monkeypatch.setattr(device, "read_bandwidth", lambda _: 1e-6)
+    commands = {
+        "bench": ["-p", "0", "-n", "2", "-r", "1"],
+        "report": [],
+        "ab": ["torch", "torch", "-n", "1", "--rounds", "12"],
+    }
+    for name, arguments in commands.items():
+        assert cli.main([name, *arguments, "-m", tiny_model]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert re.search(r"\d{3,}\.\d\\?\*", out), name
+        assert "a cache served part of it" in out, name

@@ -23,7 +23,7 @@ from minidecode.plan import kernel_set
 from minidecode.records import LayerReport
 
 pytestmark = pytest.mark.usefixtures("quick_measuring")
-USER = Path(__file__).parent / "kernels_user.py"
+HOSTILE = Path(__file__).parent / "fixtures" / "hostile" / "hostile.py"
 SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 
 
@@ -309,7 +309,7 @@ def test_a_row_for_every_op_and_sums_that_add_up(
 def test_against_another_kernel_the_rows_still_add_up(
     capsys: pytest.CaptureFixture[str], tiny_model: str
 ) -> None:
-    kernel = f"{USER}:right"
+    kernel = f"{HOSTILE}:right"
     found = report_of(capsys, "-m", tiny_model, "--vs", kernel)
     assert found.vs == kernel
     assert all(row.vs_us is not None and row.vs_us > 0 for row in found.rows)
@@ -381,8 +381,8 @@ def test_stdout_has_one_document(
         (["--html", "/no/such/folder/r.html"], 2, "--html"),
         (["--json", "."], 2, "--json"),
         (["-d", "5000"], 1, "context limit of 256"),
-        (["--kernel", f"{USER}:zeros"], 3, "zeros is wrong"),
-        (["--vs", f"{USER}:nan", "--only", "down"], 3, "nan is wrong"),
+        (["--kernel", f"{HOSTILE}:zeros"], 3, "zeros is wrong"),
+        (["--vs", f"{HOSTILE}:nan", "--only", "down"], 3, "nan is wrong"),
     ],
 )
 def test_what_is_refused(
@@ -399,12 +399,12 @@ def test_a_swap_of_the_head_folds_its_helpers(
     capsys: pytest.CaptureFixture[str], tiny_model: str
 ) -> None:
     """The composed head has a norm and an argmax of its own, which the engine's head contains."""
-    found = report_of(capsys, "-m", tiny_model, "--vs", f"{USER}:right", "--only", "lm_head")
-    assert found.vs == f"torch+{USER}:right"
+    found = report_of(capsys, "-m", tiny_model, "--vs", f"{HOSTILE}:right", "--only", "lm_head")
+    assert found.vs == f"torch+{HOSTILE}:right"
     decoder = minidecode.load(tiny_model)
     decoder.prepare(64)
     swapped = kernel_set("torch", decoder.device).swap(
-        ("head",), kernel_set(f"{USER}:right", decoder.device)
+        ("head",), kernel_set(f"{HOSTILE}:right", decoder.device)
     )
     extra = {op.name for op in decoder.runner(swapped).plan(0).ops} - {r.name for r in found.rows}
     assert extra == {"head.norm", "argmax"}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import tempfile
 import time
@@ -289,6 +290,8 @@ def _mark(decoder: Decoder, cycles: int = 1) -> None:
 
 
 def _profile(decoder: Decoder, work: Callable[[], None]) -> list[Activity]:
+    # Or the profiler tells on stderr when it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize(decoder.device)
