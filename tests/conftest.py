@@ -53,6 +53,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+@pytest.fixture(scope="session")
+def small_weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose projections are about 1e-4: little of what they compute reaches the logits."""
+    import tiny
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path_factory.mktemp("models") / "small"
+    tiny.build(directory, tokenizer=True)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if "_proj" in name:
+            tensors[name] = (tensor.float() / tensor.float().std() * 1e-4).half()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return str(directory)
+
+
 @pytest.fixture
 def quick_measuring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A read ceiling of 20 GB/s that takes no second to measure, and one thread for torch.

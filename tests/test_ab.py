@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file, save_file
 
 import minidecode
 from minidecode import cli
@@ -32,20 +31,6 @@ def hostile(name: str) -> str:
 
 def user(name: str) -> str:
     return f"{FIXTURES / 'user_kernels.py'}:{name}"
-
-
-@pytest.fixture(scope="module")
-def small_weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Projections of about 1e-4: next to nothing of what they compute reaches the logits."""
-    directory = tmp_path_factory.mktemp("models") / "small"
-    tiny.build(directory, tokenizer=True)
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    for name, tensor in tensors.items():
-        if "_proj" in name:
-            tensors[name] = (tensor.float() / tensor.float().std() * 1e-4).half()
-    save_file(tensors, file, metadata={"format": "pt"})
-    return str(directory)
 
 
 @pytest.fixture(scope="module")
