@@ -24,21 +24,21 @@ __global__ void combine(const Attention a) {
   }
 }
 
-template <int HEAD_DIM, int WARPS, int TILES>
+template <int HEAD_DIM, int WARPS>
 cudaError_t launch_attention(const Attention& a, bool cluster, cudaStream_t stream) {
   const int per_kv = a.heads / a.kv_heads, groups = (per_kv + kHeads - 1) / kHeads;
-  const int heads = per_kv < kHeads ? per_kv : kHeads;
+  const int stages = attend_stages(a, HEAD_DIM, WARPS, 0);
   LaunchShape shape;
   shape.grid = dim3(a.kv_heads * groups, a.splits);
   shape.block = dim3(WARPS * kWarp);
-  shape.shared_bytes = attend_shared_bytes(heads, HEAD_DIM, WARPS, a.splits);
+  shape.shared_bytes = attend_shared_bytes(a, HEAD_DIM, WARPS, stages);
   if (cluster) {
     shape.cluster = a.splits;
-    return launch(attend<HEAD_DIM, WARPS, TILES, true, FromMemory>, shape, Pdl::kOn, stream, a,
-                  FromMemory{});
+    return launch(attend<HEAD_DIM, WARPS, true, FromMemory>, shape, Pdl::kOn, stream, a,
+                  FromMemory{}, stages);
   }
-  const cudaError_t status = launch(attend<HEAD_DIM, WARPS, TILES, false, FromMemory>, shape,
-                                    Pdl::kOn, stream, a, FromMemory{});
+  const cudaError_t status = launch(attend<HEAD_DIM, WARPS, false, FromMemory>, shape, Pdl::kOn,
+                                    stream, a, FromMemory{}, stages);
   if (status != cudaSuccess || a.splits == 1) return status;
   return launch(combine, {dim3(a.heads), dim3(HEAD_DIM)}, Pdl::kOn, stream, a);
 }
@@ -60,14 +60,14 @@ MINIDECODE_EXPORT cudaError_t minidecode_attention(const minidecode::Attention* 
   const bool wide = a.head_dim > 64, joined = cluster != 0;
   switch (warps) {
     case 4:
-      return wide ? launch_attention<128, 4, 1>(a, joined, stream)
-                  : launch_attention<64, 4, 2>(a, joined, stream);
+      return wide ? launch_attention<128, 4>(a, joined, stream)
+                  : launch_attention<64, 4>(a, joined, stream);
     case 8:
-      return wide ? launch_attention<128, 8, 1>(a, joined, stream)
-                  : launch_attention<64, 8, 2>(a, joined, stream);
+      return wide ? launch_attention<128, 8>(a, joined, stream)
+                  : launch_attention<64, 8>(a, joined, stream);
     case 16:
-      // Sixteen warps of the wide kernel would not fit the register file.
-      return wide ? cudaErrorNotSupported : launch_attention<64, 16, 1>(a, joined, stream);
+      return wide ? launch_attention<128, 16>(a, joined, stream)
+                  : launch_attention<64, 16>(a, joined, stream);
     default:
       return cudaErrorNotSupported;
   }

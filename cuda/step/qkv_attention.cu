@@ -32,6 +32,9 @@ struct FromCluster {
   int kv_heads;  // of the model
   int head_dim;
   int share;  // rows of a block
+  int bytes;  // shared memory for them and for the input
+
+  __device__ int shared_bytes() const { return bytes; }
 
   __device__ int weight_row(int kv, int i) const {
     const int queries = heads / kv_heads * head_dim;
@@ -42,8 +45,10 @@ struct FromCluster {
 
   // Shared memory: the weights [share, k], then the norm's weight, later x times it, in FP32: the
   // lower and the upper half of each eight elements apart, [2, k / 8], against bank conflicts.
-  __device__ uint4* weights(float* shared) const { return reinterpret_cast<uint4*>(shared); }
-  __device__ float4* inputs(float* shared) const {
+  __device__ uint4* weights(unsigned char* shared) const {
+    return reinterpret_cast<uint4*>(shared);
+  }
+  __device__ float4* inputs(unsigned char* shared) const {
     return reinterpret_cast<float4*>(weights(shared) + share * (p.k / 8));
   }
   __device__ static uint64_t* arrived() {
@@ -52,14 +57,17 @@ struct FromCluster {
   }
 
   // Before the wait: weights and norm.
-  __device__ void prefetch(int kv, int split, float* shared) const {
+  __device__ void prefetch(int kv, int split, unsigned char* shared) const {
     const int chunks = p.k / 8;
-    if (threadIdx.x == 0) {
+    if (threadIdx.x < kWarp) {
+      // A lane a row: one thread would take a quarter of a microsecond for each.
       const uint32_t row_bytes = chunks * sizeof(uint4);
-      mbarrier_init(arrived(), 1);
-      mbarrier_expect_bytes(arrived(), share * row_bytes);
-#pragma unroll 1
-      for (int i = 0; i < share; ++i) {
+      if (threadIdx.x == 0) {
+        mbarrier_init(arrived(), 1);
+        mbarrier_expect_bytes(arrived(), share * row_bytes);
+      }
+      __syncwarp();
+      for (int i = threadIdx.x; i < share; i += kWarp) {
         const half* row = p.w + static_cast<size_t>(weight_row(kv, split * share + i)) * p.k;
         bulk_copy(weights(shared) + i * chunks, row, row_bytes, arrived());
       }
@@ -74,7 +82,7 @@ struct FromCluster {
 
   // After it: this block's rows, sent to every block's `raw` [rows of the cluster].
   template <int WARPS>
-  __device__ void compute(int kv, int split, int splits, float* shared, half* raw) const {
+  __device__ void compute(int kv, int split, int splits, unsigned char* shared, half* raw) const {
     __shared__ float warp_squares[WARPS];
     const int chunks = p.k / 8, lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     float4* in = inputs(shared);
@@ -125,20 +133,20 @@ struct FromCluster {
   }
 };
 
-template <int HEAD_DIM, int WARPS, int TILES>
+template <int HEAD_DIM, int WARPS>
 cudaError_t launch_joined(const Attention& a, const Projection& p, cudaStream_t stream) {
-  const int per_kv = a.heads / a.kv_heads, rows = (per_kv + 2) * a.head_dim;
-  FromCluster source{p, a.heads, a.kv_heads, a.head_dim, rows / a.splits};
-  const int projection_bytes =
-      p.k * (source.share * static_cast<int>(sizeof(half)) + static_cast<int>(sizeof(float)));
-  const int combine_bytes = attend_shared_bytes(per_kv, HEAD_DIM, WARPS, a.splits);
+  const int rows = (a.heads / a.kv_heads + 2) * a.head_dim, share = rows / a.splits;
+  // Rounded up, so that what follows in shared memory is aligned.
+  const int bytes = (p.k * (share * 2 + 4) + 127) / 128 * 128;
+  const FromCluster source{p, a.heads, a.kv_heads, a.head_dim, share, bytes};
+  const int stages = attend_stages(a, HEAD_DIM, WARPS, bytes);
   LaunchShape shape;
   shape.grid = dim3(a.kv_heads, a.splits);
   shape.block = dim3(WARPS * kWarp);
   shape.cluster = a.splits;
-  shape.shared_bytes = projection_bytes > combine_bytes ? projection_bytes : combine_bytes;
-  return launch(attend<HEAD_DIM, WARPS, TILES, true, FromCluster>, shape, Pdl::kOn, stream, a,
-                source);
+  shape.shared_bytes = bytes + attend_shared_bytes(a, HEAD_DIM, WARPS, stages);
+  return launch(attend<HEAD_DIM, WARPS, true, FromCluster>, shape, Pdl::kOn, stream, a, source,
+                stages);
 }
 
 }  // namespace
@@ -161,9 +169,9 @@ MINIDECODE_EXPORT cudaError_t minidecode_qkv_attention(const minidecode::Attenti
   const bool wide = a.head_dim > 64;
   switch (warps) {
     case 4:
-      return wide ? launch_joined<128, 4, 1>(a, p, stream) : launch_joined<64, 4, 1>(a, p, stream);
+      return wide ? launch_joined<128, 4>(a, p, stream) : launch_joined<64, 4>(a, p, stream);
     case 8:
-      return wide ? launch_joined<128, 8, 1>(a, p, stream) : launch_joined<64, 8, 1>(a, p, stream);
+      return wide ? launch_joined<128, 8>(a, p, stream) : launch_joined<64, 8>(a, p, stream);
     default:
       return cudaErrorNotSupported;
   }

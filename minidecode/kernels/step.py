@@ -64,6 +64,7 @@ class _Attention(ctypes.Structure):
         ("window", _int),
         ("eps", _float),
         ("splits", _int),
+        ("context", _int),
     )
 
 
@@ -192,7 +193,8 @@ class Cache:
     """What the attention of one layer works on besides q, k and v.
 
     keys, values FP16 [kv_heads, capacity, head_dim]; rope FP32 [capacity, head_dim / 2, 2];
-    position INT32 [1]; q_norm, k_norm FP16 [head_dim] or None; window in positions or None.
+    position INT32 [1]; q_norm, k_norm FP16 [head_dim] or None; window in positions or None;
+    context: the most positions that a call will see.
     """
 
     keys: torch.Tensor
@@ -203,6 +205,7 @@ class Cache:
     k_norm: torch.Tensor | None
     window: int | None
     eps: float
+    context: int
 
 
 def attention(out: torch.Tensor, qkv: torch.Tensor, cache: Cache, split: Split) -> Launch:
@@ -255,7 +258,7 @@ def _attention_args(
         *(cache.rope, cache.position, scratch),
     )
     sizes = (heads, kv_heads, head_dim, capacity, cache.window or 0)
-    args = _Attention(*(_p(t) for t in tensors), *sizes, cache.eps, split.splits)
+    args = _Attention(*(_p(t) for t in tensors), *sizes, cache.eps, split.splits, cache.context)
     return args, tuple(t for t in tensors if t is not None)
 
 

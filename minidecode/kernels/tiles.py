@@ -82,7 +82,8 @@ class Heads:
         if not split.joined:
             return True
         rows = (self.heads // self.kv_heads + 2) * self.head_dim
-        staged = self.hidden * (rows // split.splits * 2 + 4)
+        # The projection's rows and input, one ring of cached positions, and room to combine.
+        staged = self.hidden * (rows // split.splits * 2 + 4) + split.warps * 64 * 128 + 8 * 1024
         return (
             split.cluster
             and self.groups == self.kv_heads
@@ -221,10 +222,9 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
 
 def split_candidates(heads: Heads, device: Device) -> list[Split]:
     """Splits of the attention worth measuring."""
-    widths = (4, 8) if heads.head_dim > 64 else (4, 8, 16)
     apart = [
         Split(splits, warps, device.sm90 and splits > 1)
-        for warps in widths
+        for warps in (4, 8, 16)
         for splits in (1, 2, 4, 8, 16)
         if splits == 1 or splits * heads.groups <= 2 * device.sms
     ]

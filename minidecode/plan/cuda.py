@@ -52,12 +52,16 @@ class CudaHelpers:
             k_norm=None if stage.k_norm is None else w[stage.k_norm],
             window=stage.window,
             eps=s.config.rms_norm_eps,
+            context=self._context(stage),
         )
+
+    def _context(self, stage: Attention) -> int:
+        return min(self._limit, stage.window or self._limit)
 
     def split(self, stage: Attention, *, joined: bool = False) -> Split:
         """How this layer's attention is divided; joined with the projection only if allowed."""
-        context = min(self._limit, stage.window or self._limit)
-        return self._choices.split(heads_of(self._state.config), context, joined=joined)
+        heads = heads_of(self._state.config)
+        return self._choices.split(heads, self._context(stage), joined=joined)
 
     def attention(self, stage: Attention) -> Launch:
         """state.qkv -> state.attention, and the cache grows by one position."""

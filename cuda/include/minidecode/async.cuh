@@ -75,4 +75,32 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
 
 #endif
 
+// Copies 16 bytes, or clears them if not `there`. Whoever reads them waits, then synchronises.
+__device__ __forceinline__ void async_copy(void* shared, const void* global, bool there) {
+#if !defined(MINIDECODE_HOST_SHIM) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "l"(global), "r"(there ? 16 : 0)
+               : "memory");
+#else
+  *static_cast<uint4*>(shared) =
+      there ? *static_cast<const uint4*>(global) : make_uint4(0, 0, 0, 0);
+#endif
+}
+
+// Ends a group of this thread's copies.
+__device__ __forceinline__ void async_commit() {
+#if !defined(MINIDECODE_HOST_SHIM) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Until at most PENDING of this thread's groups are under way.
+template <int PENDING>
+__device__ __forceinline__ void async_wait() {
+#if !defined(MINIDECODE_HOST_SHIM) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
 }  // namespace minidecode

@@ -1,15 +1,18 @@
 // Attention of one token on tensor cores: q/k norm, RoPE, append to the cache, softmax, values.
 //
-// A block has up to eight query heads of one KV head, a warp 16 cached positions at a time. Each
-// thread loads K and V in 16-byte pieces straight into the layout that the tensor cores want: the
-// order of the dims within a dot product is free, so a piece of eight dims serves as it came.
-// Scores and softmax are FP32. Positions are dealt out to the warps of `splits` blocks, which form
-// a cluster and combine through distributed shared memory (flash-decoding: Dao et al., 2023).
+// A block has up to eight query heads of one KV head, a warp 16 cached positions at a time, which
+// asynchronous copies bring into its own ring in shared memory: the first ones before the
+// dependent-launch wait, and at the cost of no registers, so that the block finds room beside its
+// predecessors. The order of the dims within a dot product is free, so a 16-byte piece of a row is
+// an operand of the tensor cores as it is. Scores and softmax are FP32. Positions are dealt out to
+// the warps of `splits` blocks, which form a cluster and combine through distributed shared memory
+// (flash-decoding: Dao et al., 2023).
 #pragma once
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "minidecode/async.cuh"
 #include "minidecode/cluster.cuh"
 #include "minidecode/launch.cuh"
 #include "minidecode/load.cuh"
@@ -34,7 +37,8 @@ struct Attention {
   int capacity;
   int window;  // positions seen, its own included; 0 is all
   float eps;
-  int splits;  // blocks that share one KV head's context
+  int splits;   // blocks that share one KV head's context
+  int context;  // the most positions that will be seen: sets how many tiles are in flight
 };
 
 // The token sees positions first, first + 1, …, last.
@@ -109,71 +113,66 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
 // Where the rows of this step come from: qkv in memory, written by the kernel before.
 struct FromMemory {
   static constexpr bool kComputes = false;
+  __device__ int shared_bytes() const { return 0; }
 };
 
-// HEAD_DIM: head_dim rounded up to 64 or 128. TILES: tiles of 16 positions a warp has in flight.
+constexpr int kMaxStages = 4;
+
+// HEAD_DIM: head_dim rounded up to 64 or 128. `stages`: tiles of 16 positions a warp has in flight.
 // Source: FromMemory, or what computes q, k and v within the cluster (qkv_attention.cu).
-template <int HEAD_DIM, int WARPS, int TILES, bool CLUSTER, typename Source>
-__global__ void __launch_bounds__(WARPS* kWarp) attend(const Attention a, const Source source) {
-  constexpr int kPieces = HEAD_DIM / 32;    // 16-byte pieces of a K row for one lane
-  constexpr int kSpans = HEAD_DIM / 64;     // 16-byte pieces of a V row for one lane
-  constexpr int kPairs = HEAD_DIM / 64;     // rotated pairs of a row for one lane
-  constexpr int kRowStride = HEAD_DIM + 8;  // keeps eight rows in different banks
-  extern __shared__ __align__(16) float shared[];
+template <int HEAD_DIM, int WARPS, bool CLUSTER, typename Source>
+__global__ void __launch_bounds__(WARPS* kWarp)
+    attend(const Attention a, const Source source, const int stages) {
+  constexpr int kPieces = HEAD_DIM / 32;       // 16-byte pieces of a K row for one lane
+  constexpr int kSpans = HEAD_DIM / 64;        // 16-byte pieces of a V row for one lane
+  constexpr int kPairs = HEAD_DIM / 64;        // rotated pairs of a row for one lane
+  constexpr int kRowStride = HEAD_DIM + 8;     // keeps eight rows in different banks
+  constexpr int kChunks = HEAD_DIM / 8;        // 16-byte pieces of a row
+  constexpr int kTile = 2 * kKeys * HEAD_DIM;  // halves of K and V
+  extern __shared__ __align__(128) unsigned char shared[];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
   const int per_kv = a.heads / a.kv_heads, groups = (per_kv + kHeads - 1) / kHeads;
   const int kv = blockIdx.x / groups, group = blockIdx.x % groups, split = blockIdx.y;
   const int first_head = kv * per_kv + group * kHeads;
   const int heads = min(kHeads, per_kv - group * kHeads);
   const int head_dim = a.head_dim;
+  // Shared memory: the source's, the warps' rings, then what combining needs.
+  unsigned char* rings = shared + source.shared_bytes();
+  half* ring = reinterpret_cast<half*>(rings) + warp * stages * kTile;  // [stages, 2, kKeys, dims]
+  float* after = reinterpret_cast<float*>(rings) + WARPS * stages * kTile / 2;
 
   const Seen seen = seen_by(a);
   const half* keys = a.keys + static_cast<size_t>(kv) * a.capacity * head_dim;
   const half* values = a.values + static_cast<size_t>(kv) * a.capacity * head_dim;
   const float2* rope = a.rope + static_cast<size_t>(seen.last) * (head_dim / 2);
-  const int stride = a.splits * WARPS * TILES * kKeys;
+  const int stride = a.splits * WARPS * kKeys;
 
-  uint4 k[TILES][2][kPieces];  // positions g and g + 8 of a tile
-  uint4 v[TILES][4][kSpans];   // positions 2t, 2t + 1, 2t + 8, 2t + 9
-  auto position_of_value = [&](int base, int i) { return base + 2 * t + (i & 1) + (i / 2) * 8; };
-  auto load_keys = [&](int base) {
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int p = base + tile * kKeys + i * 8 + g;
-#pragma unroll
-        for (int j = 0; j < kPieces; ++j) {
-          const int dim = 32 * j + 8 * t;
-          const bool there = p < seen.last && dim < head_dim;
-          k[tile][i][j] = there ? load_stream(keys + static_cast<size_t>(p) * head_dim + dim)
-                                : make_uint4(0, 0, 0, 0);
-        }
+  // The piece `chunk` of row `row` of a tile, moved so that eight rows are in different banks.
+  auto place = [](int row, int chunk) { return row * HEAD_DIM + (chunk ^ (row % 8)) * 8; };
+  auto fetch = [&](int base, int stage) {
+    constexpr int kAtOnce = kWarp / kChunks;  // rows that the warp copies together
+    const int chunk = lane % kChunks, row = lane / kChunks;
+    half* tile = ring + stage * kTile;
+    if (base <= seen.last) {
+      const size_t from = static_cast<size_t>(base + row) * head_dim + chunk * 8;
+      const half* k_from = keys + from;
+      const half* v_from = values + from;
+#pragma unroll 2
+      for (int i = 0; i < kKeys; i += kAtOnce) {
+        // The newest position is not in the cache yet.
+        const bool there = base + row + i < seen.last && chunk * 8 < head_dim;
+        half* to = tile + place(row + i, chunk);
+        async_copy(to, k_from + i * head_dim, there);
+        async_copy(to + kKeys * HEAD_DIM, v_from + i * head_dim, there);
       }
     }
-  };
-  auto load_values = [&](int base) {
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int p = position_of_value(base + tile * kKeys, i);
-#pragma unroll
-        for (int m = 0; m < kSpans; ++m) {
-          const int dim = 64 * m + 8 * g;
-          const bool there = p < seen.last && dim < head_dim;
-          v[tile][i][m] = there ? load_stream(values + static_cast<size_t>(p) * head_dim + dim)
-                                : make_uint4(0, 0, 0, 0);
-        }
-      }
-    }
+    async_commit();
   };
 
   // Old positions depend on nothing in this step: they are on their way before the wait. So are
   // the angles of this position and the norms' weights.
-  int base = seen.first + (warp * a.splits + split) * TILES * kKeys;
-  load_keys(base);
-  load_values(base);
+  int base = seen.first + (warp * a.splits + split) * kKeys;
+  for (int stage = 0; stage < stages; ++stage) fetch(base + stage * stride, stage);
   float2 cs[kPairs], q_gain[kPairs], k_gain[kPairs];
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
@@ -203,9 +202,7 @@ __global__ void __launch_bounds__(WARPS* kWarp) attend(const Attention a, const 
     source.template compute<WARPS>(kv, split, a.splits, shared, raw);
     cluster_sync();
 #pragma unroll 1
-    for (int r = warp; r < heads + 2; r += WARPS) {
-      finish_row(rows[r], r, raw + r * head_dim);
-    }
+    for (int r = warp; r < heads + 2; r += WARPS) finish_row(rows[r], r, raw + r * head_dim);
   } else {
 #pragma unroll 1
     for (int r = warp; r < heads + 2; r += WARPS) {
@@ -231,113 +228,124 @@ __global__ void __launch_bounds__(WARPS* kWarp) attend(const Attention a, const 
   }
 
   const float scale = rsqrtf(static_cast<float>(head_dim)) * 1.4426950408889634f;  // for exp2
-  float greatest = -INFINITY, total = 0.0f;  // of head g, over this lane's positions
-  float out[kSpans][8][2] = {};              // dims 64 m + 16 t + 8 c + i of head g: [m][i][c]
-  for (; base <= seen.last; base += stride) {
-    if (base + TILES * kKeys > seen.last) {
-      // This warp has the newest position, which is not in the cache yet.
-#pragma unroll
-      for (int tile = 0; tile < TILES; ++tile) {
-        const int tile_base = base + tile * kKeys;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (tile_base + i * 8 + g != seen.last) continue;
-#pragma unroll
-          for (int j = 0; j < kPieces; ++j) k[tile][i][j] = piece(heads, 32 * j + 8 * t);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (position_of_value(tile_base, i) != seen.last) continue;
-#pragma unroll
-          for (int m = 0; m < kSpans; ++m) v[tile][i][m] = piece(heads + 1, 64 * m + 8 * g);
-        }
+  float greatest[2] = {-INFINITY, -INFINITY};  // of heads 2t and 2t + 1
+  float total[2] = {};                         // of these heads, over this lane's positions
+  // [span][i]: dims 64 span + 8 g + 2 i and the next, each of heads 2t and 2t + 1.
+  float out[kSpans][4][4] = {};
+  for (int stage = 0; base <= seen.last; base += stride) {
+    switch (stages) {
+      case 1:
+        async_wait<0>();
+        break;
+      case 2:
+        async_wait<1>();
+        break;
+      case 3:
+        async_wait<2>();
+        break;
+      default:
+        async_wait<kMaxStages - 1>();
+    }
+    __syncwarp();
+    half* k_tile = ring + stage * kTile;
+    half* v_tile = k_tile + kKeys * HEAD_DIM;
+    if (base + kKeys > seen.last) {
+      // This warp has the newest position.
+      for (int c = lane; c < 2 * kChunks; c += kWarp) {
+        const int chunk = c % kChunks;
+        half* to = (c < kChunks ? k_tile : v_tile) + place(seen.last - base, chunk);
+        *reinterpret_cast<uint4*>(to) = piece(heads + c / kChunks, 8 * chunk);
       }
+      __syncwarp();
     }
 
-    float score[TILES][2][2];  // positions 8 i + 2t + c of a tile: [tile][i][c]
-    float top = greatest;
+    float score[4] = {};  // position g of heads 2t and 2t + 1, then position g + 8
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float s0 = 0.0f, s1 = 0.0f;
-#pragma unroll
-        for (int j = 0; j < kPieces; ++j) {
-          mma_8x8x16(s0, s1, q[j].x, q[j].y, k[tile][i][j].x, k[tile][i][j].y);
-          mma_8x8x16(s0, s1, q[j].z, q[j].w, k[tile][i][j].z, k[tile][i][j].w);
-        }
-        const int p = base + tile * kKeys + i * 8 + 2 * t;
-        score[tile][i][0] = p <= seen.last ? s0 * scale : -INFINITY;
-        score[tile][i][1] = p + 1 <= seen.last ? s1 * scale : -INFINITY;
-        top = fmaxf(top, fmaxf(score[tile][i][0], score[tile][i][1]));
-      }
+    for (int j = 0; j < kPieces; ++j) {
+      const uint4 k0 = *reinterpret_cast<const uint4*>(k_tile + place(g, 4 * j + t));
+      const uint4 k1 = *reinterpret_cast<const uint4*>(k_tile + place(g + 8, 4 * j + t));
+      mma_16x8x16(score, k0.x, k1.x, k0.y, k1.y, q[j].x, q[j].y);
+      mma_16x8x16(score, k0.z, k1.z, k0.w, k1.w, q[j].z, q[j].w);
     }
-    load_keys(base + stride);
-    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
-    const float shrink = exp2f(greatest - top);
-    greatest = top;
-    total *= shrink;
+    float shrink[2];
+    uint32_t p[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      score[i] = base + g + i / 2 * 8 <= seen.last ? score[i] * scale : -INFINITY;
+    }
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float top = fmaxf(greatest[c], fmaxf(score[c], score[c + 2]));
+#pragma unroll
+      for (int offset = 4; offset < kWarp; offset *= 2) {
+        top = fmaxf(top, __shfl_xor_sync(kFullMask, top, offset));
+      }
+      shrink[c] = exp2f(greatest[c] - top);
+      greatest[c] = top;
+      score[c] = exp2f(score[c] - top);
+      score[c + 2] = exp2f(score[c + 2] - top);
+      total[c] = total[c] * shrink[c] + score[c] + score[c + 2];
+    }
+    p[0] = transpose_8x8(pack_half2(score[0], score[1]));
+    p[1] = transpose_8x8(pack_half2(score[2], score[3]));
 #pragma unroll
     for (int m = 0; m < kSpans; ++m) {
+      uint4 v[4];  // positions 2t, 2t + 1, 2t + 8, 2t + 9
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        out[m][i][0] *= shrink;
-        out[m][i][1] *= shrink;
+      for (int i = 0; i < 4; ++i) {
+        const int row = 2 * t + i % 2 + i / 2 * 8;
+        v[i] = *reinterpret_cast<const uint4*>(v_tile + place(row, 8 * m + g));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float(&d)[4] = out[m][i];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) d[c] *= shrink[c % 2];
+        // The low halves of two words are one dim of two positions, the high halves the next dim.
+        const uint32_t a0 = __byte_perm(word(v[0], i), word(v[1], i), 0x5410);
+        const uint32_t a1 = __byte_perm(word(v[0], i), word(v[1], i), 0x7632);
+        const uint32_t a2 = __byte_perm(word(v[2], i), word(v[3], i), 0x5410);
+        const uint32_t a3 = __byte_perm(word(v[2], i), word(v[3], i), 0x7632);
+        mma_16x8x16(d, a0, a1, a2, a3, p[0], p[1]);
       }
     }
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-      uint32_t p[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float p0 = exp2f(score[tile][i][0] - top), p1 = exp2f(score[tile][i][1] - top);
-        total += p0 + p1;
-        p[i] = pack_half2(p0, p1);
-      }
-#pragma unroll
-      for (int m = 0; m < kSpans; ++m) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const unsigned pick = i % 2 == 0 ? 0x5410u : 0x7632u;  // low or high halves of two words
-          const uint32_t b0 =
-              __byte_perm(word(v[tile][0][m], i / 2), word(v[tile][1][m], i / 2), pick);
-          const uint32_t b1 =
-              __byte_perm(word(v[tile][2][m], i / 2), word(v[tile][3][m], i / 2), pick);
-          mma_8x8x16(out[m][i][0], out[m][i][1], p[0], p[1], b0, b1);
-        }
-      }
-    }
-    load_values(base + stride);
+    __syncwarp();
+    fetch(base + stages * stride, stage);
+    stage = stage + 1 == stages ? 0 : stage + 1;
   }
-  total += __shfl_xor_sync(kFullMask, total, 1);
-  total += __shfl_xor_sync(kFullMask, total, 2);
+#pragma unroll
+  for (int offset = 4; offset < kWarp; offset *= 2) {
+    total[0] += __shfl_xor_sync(kFullMask, total[0], offset);
+    total[1] += __shfl_xor_sync(kFullMask, total[1], offset);
+  }
 
   // Warps of the block first: each scales its own part to the block's greatest score.
-  // What the source kept in shared memory is used up.
-  float* part = shared;                           // [WARPS, heads, HEAD_DIM]
-  float* tops = part + WARPS * heads * HEAD_DIM;  // [heads, WARPS]
+  float* part = reinterpret_cast<float*>(rings);  // [WARPS, heads, HEAD_DIM], over the rings
+  float* tops = after;                            // [heads, WARPS]
   float* sums = tops + heads * WARPS;             // [heads, WARPS]
-  if (t == 0 && g < heads) tops[g * WARPS + warp] = greatest;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    if (g == 0 && 2 * t + c < heads) tops[(2 * t + c) * WARPS + warp] = greatest[c];
+  }
   __syncthreads();
-  if (g < heads) {
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const int h = 2 * t + c;
+    if (h >= heads) continue;
     float top = -INFINITY;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, tops[g * WARPS + w]);
+    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, tops[h * WARPS + w]);
     // A warp with no position has -inf, and so has a block with none.
-    const float share = greatest == -INFINITY ? 0.0f : exp2f(greatest - top);
-    if (t == 0) sums[g * WARPS + warp] = total * share;
-    float* target = part + (warp * heads + g) * HEAD_DIM + 16 * t;
+    const float share = greatest[c] == -INFINITY ? 0.0f : exp2f(greatest[c] - top);
+    if (g == 0) sums[h * WARPS + warp] = total[c] * share;
+    float4* target = reinterpret_cast<float4*>(part + (warp * heads + h) * HEAD_DIM + 8 * g);
 #pragma unroll
     for (int m = 0; m < kSpans; ++m) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-#pragma unroll
-        for (int i = 0; i < 8; i += 4) {
-          *reinterpret_cast<float4*>(target + 64 * m + 8 * c + i) =
-              make_float4(out[m][i][c] * share, out[m][i + 1][c] * share, out[m][i + 2][c] * share,
-                          out[m][i + 3][c] * share);
-        }
+      for (int i = 0; i < 4; i += 2) {
+        target[16 * m + i / 2] =
+            make_float4(out[m][i][c] * share, out[m][i][c + 2] * share, out[m][i + 1][c] * share,
+                        out[m][i + 1][c + 2] * share);
       }
     }
   }
@@ -350,7 +358,7 @@ __global__ void __launch_bounds__(WARPS* kWarp) attend(const Attention a, const 
   for (int e = threadIdx.x; e < heads * HEAD_DIM; e += WARPS * kWarp) {
     const int h = e / HEAD_DIM, dim = e % HEAD_DIM;
     float top = -INFINITY, sum = 0.0f, weighted = 0.0f;
-#pragma unroll
+#pragma unroll 8
     for (int w = 0; w < WARPS; ++w) {
       top = fmaxf(top, tops[h * WARPS + w]);
       sum += sums[h * WARPS + w];
@@ -383,7 +391,9 @@ __global__ void __launch_bounds__(WARPS* kWarp) attend(const Attention a, const 
   for (int e = threadIdx.x; e < slice; e += WARPS * kWarp) {
     const int h = (split * slice + e) / HEAD_DIM, dim = (split * slice + e) % HEAD_DIM;
     float top = -INFINITY, sum = 0.0f, weighted = 0.0f;
+#pragma unroll 4
     for (int s = 0; s < a.splits; ++s) top = fmaxf(top, inbox_tops[s * heads + h]);
+#pragma unroll 4
     for (int s = 0; s < a.splits; ++s) {
       const float share = exp2f(inbox_tops[s * heads + h] - top);
       sum += inbox_sums[s * heads + h] * share;
@@ -395,9 +405,19 @@ __global__ void __launch_bounds__(WARPS* kWarp) attend(const Attention a, const 
   }
 }
 
-// Bytes of dynamic shared memory that `attend` needs for combining.
-inline int attend_shared_bytes(int heads, int dims, int warps, int splits) {
-  return heads * ((warps + 1) * dims + 2 * warps + 2 * splits) * static_cast<int>(sizeof(float));
+// How many tiles a warp keeps in flight: what the context can use and the shared memory holds.
+inline int attend_stages(const Attention& a, int dims, int warps, int source_bytes) {
+  const int needed = (a.context + a.splits * warps * kKeys - 1) / (a.splits * warps * kKeys);
+  const int room = (176 * 1024 - source_bytes) / (warps * 4 * kKeys * dims);
+  const int most = room < kMaxStages ? room : kMaxStages;
+  return needed < 1 || most < 1 ? 1 : needed < most ? needed : most;
+}
+
+// Bytes of dynamic shared memory that `attend` needs besides its source's.
+inline int attend_shared_bytes(const Attention& a, int dims, int warps, int stages) {
+  const int per_kv = a.heads / a.kv_heads, heads = per_kv < kHeads ? per_kv : kHeads;
+  const int floats = heads * (dims + 2 * warps + 2 * a.splits);
+  return warps * stages * 4 * kKeys * dims + floats * static_cast<int>(sizeof(float));
 }
 
 }  // namespace minidecode
