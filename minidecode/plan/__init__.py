@@ -109,11 +109,12 @@ def linear_kinds(names: str) -> tuple[LinearKind, ...]:
 def kernel_set(spec: str | None, device: torch.device) -> KernelSet:
     """The kernel set of a `--kernel` value; None is the default of the device.
 
-    "fused" and "torch" are whole engines; any other name or file is a GEMV that composes one.
+    "fused", and on the CPU "torch", is a whole engine; any other name or file is a GEMV that
+    composes one ("torch" on a GPU is torch.mv: the engine would wait for the device in each op).
     Raises UsageError for an unknown name, MissingError for a kernel this machine cannot run.
     """
     name = spec or ("fused" if device.type == "cuda" else "torch")
-    if name == "torch":
+    if name == "torch" and device.type == "cpu":
         return KernelSet("torch", "torch", registry.gemvs().get("torch"))
     if name == "fused":
         if device.type != "cuda":
