@@ -367,7 +367,7 @@ def test_splits(device: Device, heads: tuple[int, int]) -> None:
         for split in candidates:
             assert sizes.takes(split, device)
             assert not split.cluster or (device.sm90 and split.splits <= MAX_CLUSTER)
-            assert split.warps in ((4, 8, 16) if head_dim <= 64 else (4, 8))
+            assert split.warps in (4, 8, 16)
 
 
 def test_joined_splits_need_room() -> None:
