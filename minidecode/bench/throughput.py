@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -151,7 +151,7 @@ def run_case(
     if case.n_prompt:
         ids = random_ids(decoder.config.vocab_size, case.n_prompt)
         samples = _repeat(lambda: _prompt_ns(decoder, ids, case.depth), repeats, show)
-        return _run(decoder, case, samples, "torch", "torch", model, environment)
+        return record(decoder, case, samples, "torch", "torch", model, environment)
     runner = decoder.runner(kernels)
     show(0)
     decoder.start(TOKEN, case.depth)
@@ -164,7 +164,7 @@ def run_case(
         steps = [ns / 1e3 / n for ns in samples]
     middle = mean_position(case.depth, n)
     plan = runner.plan(middle)
-    return _run(
+    return record(
         decoder,
         case,
         samples,
@@ -207,10 +207,10 @@ def _wait(decoder: Decoder) -> None:
         torch.cuda.synchronize(decoder.device)
 
 
-def _run(
+def record(
     decoder: Decoder,
     case: Case,
-    samples: list[int],
+    samples: Sequence[int],
     kernel: str,
     engine: str,
     model: str,
@@ -219,6 +219,7 @@ def _run(
     step_us: float | None = None,
     bytes_per_token: int | None = None,
 ) -> Run:
+    """The Run of `samples`, ns of a whole test each; rates, means and shares follow from them."""
     on_gpu = decoder.device.type == "cuda"
     rates = [(case.n_prompt + case.n_gen) * 1e9 / ns for ns in samples]
     avg_ns, stddev_ns = stats.mean_sd(samples)
