@@ -71,21 +71,22 @@ def run(args: argparse.Namespace) -> int:
     if args.rounds < MIN_PAIRS:
         raise UsageError(f"--rounds {args.rounds}: an interval takes at least {MIN_PAIRS}")
     measure.check_output("--json", args.json)
-    options.check_device(args.device)
 
     from minidecode.bench import ab
+    from minidecode.loading import resolve_device
     from minidecode.plan import kernel_set, linear_kinds
     from minidecode.report import writer
 
     only = linear_kinds(args.only) if args.only is not None else ()
     if args.only is not None and not only:
         raise UsageError("--only: no linear layer in it")
+    device = resolve_device(args.device)
+    a, b = kernel_set(args.a, device), kernel_set(args.b, device)
+    names = (a.name, b.name)
+    if only:
+        b = a.swap(only, b)
     with Progress(args.quiet) as progress, options.show_builds(progress):
         decoder = measure.load(args, args.a, progress)
-        a, b = decoder.kernel_set, kernel_set(args.b, decoder.device)
-        names = (a.name, b.name)
-        if only:
-            b = a.swap(only, b)
         steps = args.steps or STEPS[decoder.device.type]
         environment = measure.environment(decoder, progress)
         result = ab.run(

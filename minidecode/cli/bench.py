@@ -12,6 +12,7 @@ from minidecode.cli.progress import Progress
 from minidecode.errors import UsageError
 
 if TYPE_CHECKING:
+    from minidecode.plan import KernelSet
     from minidecode.records import Run
 
 FORMATS = ("txt", "md", "json", "jsonl", "csv")
@@ -75,9 +76,13 @@ def run(args: argparse.Namespace) -> int:
         options.check_kernel(spec)
     if not any(args.prompts + args.texts):
         raise UsageError("nothing to measure: -p and -n are both 0")
-    options.check_device(args.device)
+    from minidecode.loading import resolve_device
+    from minidecode.plan import kernel_set
+
+    device = resolve_device(args.device)
+    sets = [kernel_set(spec, device) for spec in specs]
     with Progress(args.quiet) as progress, options.show_builds(progress):
-        results = _measure(args, specs, progress)
+        results = _measure(args, sets, specs[0], progress)
     from minidecode.report import writer
 
     chosen = args.output or ("txt" if sys.stdout.isatty() else "md")
@@ -97,13 +102,13 @@ def _kernels(spec: str | None) -> list[str | None]:
     return names
 
 
-def _measure(args: argparse.Namespace, specs: list[str | None], progress: Progress) -> list[Run]:
+def _measure(
+    args: argparse.Namespace, sets: list[KernelSet], first: str | None, progress: Progress
+) -> list[Run]:
     from minidecode.bench import throughput
     from minidecode.bench.gate import Gate
-    from minidecode.plan import kernel_set
 
-    decoder = measure.load(args, specs[0], progress)
-    sets = [decoder.kernel_set, *(kernel_set(spec, decoder.device) for spec in specs[1:])]
+    decoder = measure.load(args, first, progress)
     cases = throughput.cases(args.prompts, args.texts, args.depths)
     # What does not fit should show before minutes of measuring, and one cache serves all.
     decoder.prepare(max(case.positions for case in cases))

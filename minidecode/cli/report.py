@@ -58,20 +58,21 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--{to_stdout[0]} and --{to_stdout[1]} cannot both be stdout")
     if "png" in targets and importlib.util.find_spec("matplotlib") is None:
         raise MissingError('a picture needs matplotlib: pip install "minidecode[plot]"')
-    options.check_device(args.device)
 
     from minidecode.bench import layers
     from minidecode.bench.gate import Gate
+    from minidecode.loading import resolve_device
     from minidecode.plan import kernel_set, linear_kinds
     from minidecode.report import writer
 
     only = linear_kinds(args.only) if args.only is not None else ()
+    device = resolve_device(args.device)
+    kernels, vs = kernel_set(args.kernel, device), None
+    if args.vs is not None:
+        vs = kernel_set(args.vs, device)
+        vs = kernels.swap(only, vs) if only else vs
     with Progress(args.quiet) as progress, options.show_builds(progress):
         decoder = measure.load(args, args.kernel, progress)
-        kernels, vs = decoder.kernel_set, None
-        if args.vs is not None:
-            vs = kernel_set(args.vs, decoder.device)
-            vs = kernels.swap(only, vs) if only else vs
         environment = measure.environment(decoder, progress)
         gate = Gate(decoder, measure.gate_ids(decoder), progress)
         arms = [(each.name, each) for each in (kernels, vs) if each is not None]
