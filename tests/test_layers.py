@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 
 import minidecode
 from minidecode import cli
-from minidecode.bench import layers
+from minidecode.bench import layers, throughput
 from minidecode.bench.layers import Activity, OpTimes, StepTimes
+from minidecode.decode import STEPS_PER_GRAPH
 from minidecode.errors import MinidecodeError
 from minidecode.plan import kernel_set
 from minidecode.records import LayerReport
@@ -203,6 +205,53 @@ def test_random_steps_add_up() -> None:
         assert [len(row.kernels) for row in rows] == ops
         spans = sum(b - a for a, b in itertools.islice(itertools.pairwise(ends), 0, None, 2))
         assert sum(sum(row.exposed) for row in rows) == pytest.approx(spans)
+
+
+def test_both_passes_of_a_gpu_meet_in_the_rows(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: str
+) -> None:
+    """The whole way on a GPU but for the GPU: an op of kind k takes COST[k] µs, alone 5 more."""
+    cost = {"qkv": 3.0, "attention": 4.0, "o": 2.0, "gate_up": 6.0, "down": 5.0, "head": 9.0}
+    decoder = minidecode.load(tiny_model)
+    decoder.prepare(64)
+    real = decoder.runner().plan(20)
+    gpu = Gpu()
+
+    def lone(op: Any) -> Any:
+        us = cost.get(op.kind, 1.0) + 5.0
+        return dataclasses.replace(op, launch=lambda: gpu.run(f"{op.kind}<0>()", us))
+
+    class Runner:
+        def plan(self, position: int) -> Any:
+            assert position == 20 + STEPS_PER_GRAPH - 1
+            return dataclasses.replace(real, ops=tuple(map(lone, real.ops)))
+
+        def step(self, n: int) -> None:
+            assert n == STEPS_PER_GRAPH
+            for _ in range(n):
+                for op in real.ops:
+                    gpu.run(f"{op.kind}<0>()", cost.get(op.kind, 1.0), early=0.5)
+
+    def profile(_: object, work: Callable[[], None]) -> list[Activity]:
+        gpu.records.clear()
+        work()
+        return gpu.records
+
+    runner = Runner()
+    monkeypatch.setattr(decoder, "runner", lambda _: runner)
+    monkeypatch.setattr(layers, "_profile", profile)
+    monkeypatch.setattr(layers, "_mark", lambda decoder, cycles=1: gpu.mark())
+    monkeypatch.setattr(throughput, "warm_up", lambda *_, **__: None)
+    monkeypatch.setattr(throughput, "timed_steps", lambda *_, **__: 50.0)
+    (times,) = layers._measure_gpu(decoder, [decoder.kernel_set], 20, lambda share, label: None)
+    assert times.step_us == 50.0
+    assert [op.name for op in times.ops] == [op.name for op in real.ops]
+    for op, row in zip(times.ops, times.rows, strict=True):
+        us = cost.get(op.kind, 1.0)
+        assert row.exposed == pytest.approx([us] * layers.PROFILED * STEPS_PER_GRAPH)
+        assert row.duration == pytest.approx([us + 0.5] * layers.PROFILED * STEPS_PER_GRAPH)
+        assert row.alone == pytest.approx([us + 5.0] * (layers.ALONE_PASSES - 1))
+        assert row.kernels == (f"{op.kind}<0>()",)
 
 
 @pytest.mark.parametrize(
