@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from shim import STREAM, HostKernelError, Runner, host_library
 
 from minidecode.kernels import step
-from minidecode.kernels.tiles import Device, Heads, Split, Tile
+from minidecode.kernels.tiles import Device, Heads, Split, Tile, default_split
 from minidecode.sampling import Sampling, probabilities
 
 pytestmark = pytest.mark.skipif(shim.unavailable() is not None, reason=str(shim.unavailable()))
@@ -276,7 +276,14 @@ class Case:
     order: int = 0
     capability: tuple[int, int] = (9, 0)
     magnitude: float = 1.0
+    context: int = 0  # that the call is made for; 0 is just what there is
     seed: int = 0
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """The numbers of the argument structure, from the capacity on."""
+        capacity = self.position + 3
+        return (capacity, self.window or 0, EPS, self.splits, self.context or capacity)
 
 
 @dataclass
@@ -333,7 +340,7 @@ def call_attention(c: Case, b: Cache) -> int:
     arrays = b.arrays()
     args = step._Attention(
         *map(address, arrays),
-        *(c.heads, c.kv_heads, c.head_dim, b.keys.shape[1], c.window or 0, EPS, c.splits),
+        *(c.heads, c.kv_heads, c.head_dim, *c.sizes),
     )
     rest = (args, STREAM) if c.warps == 0 else (args, c.warps, int(c.cluster), STREAM)
     stem = "attention_any" if c.warps == 0 else "attention"
@@ -455,7 +462,7 @@ def call_joined(j: Joined, b: Cache) -> tuple[int, npt.NDArray[np.float64]]:
     arrays[3] = None
     args = step._Attention(
         *map(address, arrays),
-        *(c.heads, c.kv_heads, c.head_dim, b.keys.shape[1], c.window or 0, EPS, c.splits),
+        *(c.heads, c.kv_heads, c.head_dim, *c.sizes),
     )
     projection = step._Projection(*map(address, (w, x, norm, bias)), j.k, EPS)
     status = library("qkv_attention").call(
@@ -526,6 +533,7 @@ def test_what_projection_and_attention_do_not_take() -> None:
     norm=st.booleans(),
     order=st.integers(0, 3),
     magnitude=st.sampled_from([0.1, 1.0, 3.0]),
+    context=st.sampled_from([0, 512, 131_072]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_drawn_attention(gqa: tuple[int, int], cluster: bool, splits: int, **fields: Any) -> None:
@@ -565,7 +573,7 @@ def test_what_attention_does_not_take() -> None:
         Case(2, 1, 24, 3),
         Case(2, 1, 144, 3),
         Case(2, 1, 64, 3, warps=5),
-        Case(2, 1, 128, 3, warps=16),
+        Case(2, 1, 64, 3, warps=32),
         Case(2, 1, 64, 3, splits=32, cluster=True),
         Case(2, 1, 64, 3, splits=3, cluster=True),
         Case(2, 1, 64, 3, splits=2, cluster=True, capability=(8, 0)),
@@ -577,14 +585,20 @@ def test_what_attention_does_not_take() -> None:
         assert np.isnan(b.out).all()
 
 
-def test_attention_before_sm_90() -> None:
-    for capability in ((8, 0), (7, 5)):
-        for case in (
-            Case(4, 2, 64, 70, capability=capability),
-            Case(4, 2, 128, 70, splits=4, capability=capability),
-            Case(4, 2, 20, 70, warps=0, capability=capability),
-        ):
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (7, 5), (12, 0)], ids=str)
+def test_attention_where_shared_memory_is_smaller(capability: tuple[int, int]) -> None:
+    """The split that the rule gives, and the kernel finds how much it can keep in flight."""
+    for heads, kv_heads, head_dim in ((4, 2, 64), (9, 3, 64), (8, 1, 128), (2, 2, 128)):
+        for position, context in ((5, 256), (300, 512), (300, 131_072)):
+            sizes = Heads(heads, kv_heads, head_dim, 64)
+            split = default_split(sizes, context, Device(46, capability >= (9, 0)))
+            case = Case(
+                *(heads, kv_heads, head_dim, position, split.warps, split.splits, split.cluster),
+                context=context,
+                capability=capability,
+            )
             assert wrong_attention(case) == "", case
+    assert wrong_attention(Case(4, 2, 20, 70, warps=0, capability=capability)) == ""
 
 
 # --- helpers --------------------------------------------------------------------------------------

@@ -76,18 +76,23 @@ def fails(test: Callable[[], None]) -> bool:
 MUTANTS = (
     Mutant(
         *("attention", "newest-position", ATTENTION),
-        *("if (base + TILES * kKeys > seen.last) {", "if (base < 0) {"),
+        *("if (base + kKeys > seen.last) {", "if (base < 0) {"),
         attention(2, 1, 64, 20),
     ),
     Mutant(
         *("attention", "no-rescale", ATTENTION),
-        *("const float shrink = exp2f(greatest - top);", "const float shrink = 1.0f;"),
+        *("shrink[c] = exp2f(greatest[c] - top);", "shrink[c] = 1.0f;"),
         attention(2, 1, 64, 300, 4, magnitude=3.0),
     ),
     Mutant(
         *("attention", "sees-the-future", ATTENTION),
-        *("p + 1 <= seen.last ? s1", "p <= seen.last ? s1"),
+        *("i / 2 * 8 <= seen.last", "i / 2 * 8 <= seen.last + 1"),
         attention(2, 1, 64, 20),
+    ),
+    Mutant(
+        *("attention", "ring-of-one", ATTENTION),
+        *("fetch(base + stages * stride, stage);", "fetch(base + stride, stage);"),
+        attention(2, 1, 64, 400, 4, context=131_072),
     ),
     Mutant(
         *("attention_any", "window-too-wide", ATTENTION),

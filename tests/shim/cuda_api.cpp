@@ -97,6 +97,14 @@ const char* cudaGetErrorName(cudaError_t error) {
 
 const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
 
+// Shared memory that a block may have, as the CUDA C++ Programming Guide lists it.
+static size_t shared_limit() {
+  const auto& s = host().settings;
+  if (s.major >= 9) return s.major == 12 ? 99 * 1024 : kSharedLimit;
+  if (s.major == 8) return (s.minor == 0 ? 163 : 99) * 1024;
+  return 64 * 1024;
+}
+
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
@@ -127,7 +135,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
       *value = 48 * 1024;
       break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = 227 * 1024;
+      *value = int(shared_limit());
       break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
       *value = 228 * 1024;
@@ -150,7 +158,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   auto& limits = host().limits[kernel];
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
-    if (value < 0 || size_t(value) > kSharedLimit) {
+    if (value < 0 || size_t(value) > shared_limit()) {
       return remember(cudaErrorInvalidValue);
     }
     limits.dynamic_shared = value;

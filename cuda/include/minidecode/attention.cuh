@@ -405,19 +405,31 @@ __global__ void __launch_bounds__(WARPS* kWarp)
   }
 }
 
-// How many tiles a warp keeps in flight: what the context can use and the shared memory holds.
-inline int attend_stages(const Attention& a, int dims, int warps, int source_bytes) {
-  const int needed = (a.context + a.splits * warps * kKeys - 1) / (a.splits * warps * kKeys);
-  const int room = (176 * 1024 - source_bytes) / (warps * 4 * kKeys * dims);
-  const int most = room < kMaxStages ? room : kMaxStages;
-  return needed < 1 || most < 1 ? 1 : needed < most ? needed : most;
-}
-
 // Bytes of dynamic shared memory that `attend` needs besides its source's.
 inline int attend_shared_bytes(const Attention& a, int dims, int warps, int stages) {
   const int per_kv = a.heads / a.kv_heads, heads = per_kv < kHeads ? per_kv : kHeads;
   const int floats = heads * (dims + 2 * warps + 2 * a.splits);
   return warps * stages * 4 * kKeys * dims + floats * static_cast<int>(sizeof(float));
+}
+
+// Bytes of shared memory that a block may have on the current GPU.
+inline int block_shared_limit() {
+  int device = 0, bytes = 48 * 1024;
+  if (cudaGetDevice(&device) == cudaSuccess) {
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  return bytes;
+}
+
+// How many tiles a warp keeps in flight: what the context can use and the shared memory holds.
+inline int attend_stages(const Attention& a, int dims, int warps, int source_bytes) {
+  constexpr int kStatic = 6 * 1024;  // more than `attend` has of its own
+  const int needed = (a.context + a.splits * warps * kKeys - 1) / (a.splits * warps * kKeys);
+  const int limit = block_shared_limit() - kStatic - attend_shared_bytes(a, dims, warps, 0);
+  const int bytes = (limit < 176 * 1024 ? limit : 176 * 1024) - source_bytes;
+  const int room = bytes / (warps * 4 * kKeys * dims);
+  const int most = room < kMaxStages ? room : kMaxStages;
+  return needed < 1 || most < 1 ? 1 : needed < most ? needed : most;
 }
 
 }  // namespace minidecode
