@@ -150,7 +150,7 @@ def default_tile(n: int, k: int) -> Tile:
 
 def default_split(heads: Heads, context: int, device: Device) -> Split:
     """Enough blocks that a context of this length is in flight at once, as the GPU has room."""
-    warps = 8
+    warps = 8 if device.sm90 else 4  # a ring of positions for each, in less shared memory before
     in_flight = warps * (16 if heads.head_dim > 64 else 32)
     room = max(1, device.sms // heads.groups)
     most = min(room, MAX_CLUSTER) if device.sm90 else room
