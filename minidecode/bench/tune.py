@@ -137,4 +137,4 @@ def _step_us(decoder: Decoder, choices: Choices, depth: int) -> float:
         runner.step(steps)
     marks[-1].record()
     marks[-1].synchronize()
-    return median([a.elapsed_time(b) * 1e3 / STEPS_PER_GRAPH for a, b in itertools.pairwise(marks)])
+    return median([a.elapsed_time(b) * 1e3 / steps for a, b in itertools.pairwise(marks)])

@@ -189,7 +189,6 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
         for threads, staged in (
             (64, 2),
             (64, 4),
-            (96, 4),
             (128, 2),
             (128, 4),
             (128, 6),
@@ -201,6 +200,7 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
             (256, 8),
             (256, 16),
             (256, 32),
+            (512, 2),
             (512, 4),
             (512, 8),
         )
