@@ -200,7 +200,6 @@ class Case:
     position: int
     window: int | None = None
     norm: bool = False
-    magnitude: float = 1.0
 
     @property
     def first(self) -> int:
@@ -224,6 +223,8 @@ def make_cache(c: Case, random: torch.Generator) -> step.Cache:
         k_norm=norms[1],
         window=c.window,
         eps=EPS,
+        # How much is kept in flight follows the context that the call is made for.
+        context=capacity if c.position % 2 else 131_072,
     )
 
 
