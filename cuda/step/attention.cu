@@ -27,18 +27,17 @@ __global__ void combine(const Attention a) {
 template <int HEAD_DIM, int WARPS>
 cudaError_t launch_attention(const Attention& a, bool cluster, cudaStream_t stream) {
   const int per_kv = a.heads / a.kv_heads, groups = (per_kv + kHeads - 1) / kHeads;
-  const int stages = attend_stages(a, HEAD_DIM, WARPS, 0);
+  const int stages = attend_stages(a, HEAD_DIM, WARPS);
   LaunchShape shape;
   shape.grid = dim3(a.kv_heads * groups, a.splits);
   shape.block = dim3(WARPS * kWarp);
   shape.shared_bytes = attend_shared_bytes(a, HEAD_DIM, WARPS, stages);
   if (cluster) {
     shape.cluster = a.splits;
-    return launch(attend<HEAD_DIM, WARPS, true, FromMemory>, shape, Pdl::kOn, stream, a,
-                  FromMemory{}, stages);
+    return launch(attend<HEAD_DIM, WARPS, true>, shape, Pdl::kOn, stream, a, stages);
   }
-  const cudaError_t status = launch(attend<HEAD_DIM, WARPS, false, FromMemory>, shape, Pdl::kOn,
-                                    stream, a, FromMemory{}, stages);
+  const cudaError_t status =
+      launch(attend<HEAD_DIM, WARPS, false>, shape, Pdl::kOn, stream, a, stages);
   if (status != cudaSuccess || a.splits == 1) return status;
   return launch(combine, {dim3(a.heads), dim3(HEAD_DIM)}, Pdl::kOn, stream, a);
 }
@@ -57,17 +56,17 @@ MINIDECODE_EXPORT cudaError_t minidecode_attention(const minidecode::Attention* 
   }
   const bool power_of_two = (a.splits & (a.splits - 1)) == 0;  // equal slices for the blocks
   if (cluster != 0 && (a.splits > 16 || !power_of_two || !has_pdl())) return cudaErrorNotSupported;
-  const bool wide = a.head_dim > 64, joined = cluster != 0;
+  const bool wide = a.head_dim > 64, clustered = cluster != 0;
   switch (warps) {
     case 4:
-      return wide ? launch_attention<128, 4>(a, joined, stream)
-                  : launch_attention<64, 4>(a, joined, stream);
+      return wide ? launch_attention<128, 4>(a, clustered, stream)
+                  : launch_attention<64, 4>(a, clustered, stream);
     case 8:
-      return wide ? launch_attention<128, 8>(a, joined, stream)
-                  : launch_attention<64, 8>(a, joined, stream);
+      return wide ? launch_attention<128, 8>(a, clustered, stream)
+                  : launch_attention<64, 8>(a, clustered, stream);
     case 16:
-      return wide ? launch_attention<128, 16>(a, joined, stream)
-                  : launch_attention<64, 16>(a, joined, stream);
+      return wide ? launch_attention<128, 16>(a, clustered, stream)
+                  : launch_attention<64, 16>(a, clustered, stream);
     default:
       return cudaErrorNotSupported;
   }

@@ -68,17 +68,6 @@ class _Attention(ctypes.Structure):
     )
 
 
-class _Projection(ctypes.Structure):
-    _fields_ = (
-        ("w", _pointer),
-        ("x", _pointer),
-        ("norm", _pointer),
-        ("bias", _pointer),
-        ("k", _int),
-        ("eps", _float),
-    )
-
-
 class _NextToken(ctypes.Structure):
     _fields_ = (
         ("x", _pointer),
@@ -221,30 +210,8 @@ def attention(out: torch.Tensor, qkv: torch.Tensor, cache: Cache, split: Split) 
     return _bound("attention", "minidecode_attention", arguments, held)
 
 
-def qkv_attention(
-    out: torch.Tensor,
-    *,
-    w: torch.Tensor,
-    x: torch.Tensor,
-    norm: torch.Tensor,
-    bias: torch.Tensor | None,
-    cache: Cache,
-    split: Split,
-) -> Launch:
-    """`attention` with the RMSNorm and the QKV projection in the same kernel.
-
-    w FP16 [(heads + 2 kv_heads) * head_dim, k]; x, norm FP16 [k].
-    """
-    args, held = _attention_args(out, None, cache, split)
-    tensors = (w, x, norm, bias)
-    projection = _Projection(*(_p(t) for t in tensors), w.shape[1], cache.eps)
-    held = (*held, *(t for t in tensors if t is not None))
-    arguments = (args, projection, _int(split.warps))
-    return _bound("qkv_attention", "minidecode_qkv_attention", arguments, held)
-
-
 def _attention_args(
-    out: torch.Tensor, qkv: torch.Tensor | None, cache: Cache, split: Split
+    out: torch.Tensor, qkv: torch.Tensor, cache: Cache, split: Split
 ) -> tuple[_Attention, tuple[torch.Tensor, ...]]:
     """The kernel's arguments, and the tensors that they point to."""
     kv_heads, capacity, head_dim = cache.keys.shape
@@ -313,7 +280,7 @@ def _library(stem: str) -> ctypes.CDLL:
 
 def build_helpers() -> None:
     """Compile everything here that has no tiles, side by side."""
-    stems = ("helpers", "attention", "attention_any", "next_token", "sample", "qkv_attention")
+    stems = ("helpers", "attention", "attention_any", "next_token", "sample")
     build.build_many([_source(stem) for stem in stems])
 
 

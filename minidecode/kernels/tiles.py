@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 # Shared memory that a block may use for weights on sm_90 (227 KB less what the kernel has itself).
 STAGED_BYTES = 224 * 1024
 
-# The tensor-core attention: query heads of a block, and blocks of a cluster, at most.
+# The tensor-core attention: query heads of a block, and head_dim, at most.
 HEADS_PER_BLOCK = 8
-MAX_CLUSTER = 16
 TENSOR_CORE_HEAD_DIM = 128
+# Blocks of a cluster that every GPU with clusters schedules.
+PORTABLE_CLUSTER = 8
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class Split:
-    """How one KV head's context is shared: `splits` blocks of `warps` warps, as one `cluster`.
-
-    `joined`: the cluster computes q, k and v itself, in the same kernel (qkv_attention.cu).
-    """
+    """How one KV head's context is shared: `splits` blocks of `warps` warps, as one `cluster`."""
 
     splits: int
     warps: int
     cluster: bool
-    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,37 +60,16 @@ class Device:
 
 @dataclass(frozen=True)
 class Heads:
-    """The sizes that an attention's split depends on; `hidden` is the width of the projection."""
+    """The sizes that an attention's split depends on."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    hidden: int
 
     @property
     def groups(self) -> int:
         """Blocks that read one position: eight query heads at most share a block."""
         return self.kv_heads * -(-(self.heads // self.kv_heads) // HEADS_PER_BLOCK)
-
-    def takes(self, split: Split, device: Device) -> bool:
-        """Whether the kernels run with this split."""
-        if split.cluster and not device.sm90:
-            return False
-        if not split.joined:
-            return True
-        rows = (self.heads // self.kv_heads + 2) * self.head_dim
-        # The projection's rows and input, one ring of cached positions, and room to combine.
-        staged = self.hidden * (rows // split.splits * 2 + 4) + split.warps * 64 * 128 + 8 * 1024
-        return (
-            split.cluster
-            and self.groups == self.kv_heads
-            and self.head_dim % 16 == 0
-            and self.head_dim <= TENSOR_CORE_HEAD_DIM
-            and self.hidden % 8 == 0
-            and rows % split.splits == 0
-            and staged <= STAGED_BYTES
-            and self.kv_heads * split.splits <= device.sms
-        )
 
 
 @dataclass(frozen=True)
@@ -108,16 +84,13 @@ class Choices:
         """The tile of a linear layer of `kind` ("qkv", "o", …) with an [n, k] weight."""
         chosen = self.tiles.get(tile_key(kind, n, k))
         if chosen is None or not chosen.fits(k, self.device.sm90):
-            return default_tile(n, k)
+            return default_tile(n, k, self.device.sm90)
         return chosen
 
-    def split(self, heads: Heads, context: int, *, joined: bool = False) -> Split:
-        """The split of the attention for contexts of up to `context` positions.
-
-        One that is joined with the projection only if the caller can use it.
-        """
+    def split(self, heads: Heads, context: int) -> Split:
+        """The split of the attention for contexts of up to `context` positions."""
         chosen = self.splits.get(split_key(heads, context))
-        if chosen is None or not heads.takes(chosen, self.device) or (chosen.joined and not joined):
+        if chosen is None or (chosen.cluster and not self.device.sm90):
             return default_split(heads, context, self.device)
         return chosen
 
@@ -138,24 +111,34 @@ def tile_key(kind: str, n: int, k: int) -> str:
 def split_key(heads: Heads, context: int) -> str:
     """The name under which an attention's split is kept."""
     h = heads
-    return f"{h.heads}/{h.kv_heads} heads of {h.head_dim}, hidden {h.hidden}, context {context}"
+    return f"{h.heads}/{h.kv_heads} heads of {h.head_dim}, context {context}"
 
 
-def default_tile(n: int, k: int) -> Tile:
-    """A sensible tile where nothing was measured: 4 rows for small layers, 8 for large ones."""
+def default_tile(n: int, k: int, sm90: bool) -> Tile:
+    """A sensible tile where nothing was measured: few rows for small layers, eight for large ones.
+
+    On sm_90 short rows and heads do best in shared memory, as measured on an H200.
+    """
     pieces = k // 8
-    threads = 128 if pieces <= 256 else 256 if pieces <= 1024 else 512
+    if sm90 and k <= 1024:
+        return Tile(128, 0, 1, 4)
+    if sm90 and n >= 16 * k and k <= 4096:
+        return Tile(256, 0, 1, 8)
+    threads = 128 if pieces <= 256 else 256 if pieces < 1024 else 384
     return Tile(threads, 8 if n * k >= 2**23 else 4)
 
 
 def default_split(heads: Heads, context: int, device: Device) -> Split:
-    """Enough blocks that a context of this length is in flight at once, as the GPU has room."""
-    warps = 8 if device.sm90 else 4  # a ring of positions for each, in less shared memory before
-    in_flight = warps * (16 if heads.head_dim > 64 else 32)
+    """Enough blocks that a warp has two tiles of 16 positions, as the GPU has room.
+
+    Clusters stay at the portable eight blocks: sixteen were slower at every length on an H200.
+    """
+    # A ring of positions for each warp: before sm_90 there is less shared memory for them.
+    warps = (16 if heads.head_dim <= 64 else 8) if device.sm90 else 4
     room = max(1, device.sms // heads.groups)
-    most = min(room, MAX_CLUSTER) if device.sm90 else room
+    most = min(room, PORTABLE_CLUSTER) if device.sm90 else room
     splits = 1
-    while splits * 2 <= most and splits * in_flight < context:
+    while splits * 2 <= most and splits * warps * 32 < context:
         splits *= 2
     return Split(splits, warps, device.sm90 and splits > 1)
 
@@ -222,11 +205,9 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
 
 def split_candidates(heads: Heads, device: Device) -> list[Split]:
     """Splits of the attention worth measuring."""
-    apart = [
+    return [
         Split(splits, warps, device.sm90 and splits > 1)
         for warps in (4, 8, 16)
         for splits in (1, 2, 4, 8, 16)
         if splits == 1 or splits * heads.groups <= 2 * device.sms
     ]
-    joined = [Split(splits, warps, True, True) for warps in (4, 8) for splits in (4, 8, 16)]
-    return [split for split in apart + joined if heads.takes(split, device)]

@@ -30,7 +30,6 @@ _SOURCES = (
     "norm_linear_swiglu.cu",
     "norm_linear_logits.cu",
     "attention.cu",
-    "qkv_attention.cu",
 )
 
 

@@ -20,7 +20,6 @@ from minidecode.models.stages import (
     Attention,
     Blueprint,
     LinearKind,
-    NormLinear,
     Stage,
 )
 from minidecode.plan.composed import Composed
@@ -162,20 +161,12 @@ def build_plan(
         whole = Reference(weights, state)
     composed = Composed(weights, state, helpers)
     ops: list[Op] = []
-    projection: NormLinear | None = None
     for layer, stage in blueprint.stages():
         gemv = _gemv_of(kernels, stage, whole)
         if whole is None or gemv is not None:
             ops += composed.ops(layer, stage, gemv)
-            continue
-        ops += composed.settle()
-        if projection is not None and isinstance(stage, Attention):
-            assert isinstance(whole, Fused)
-            ops.append(whole.joined_op(projection, stage))
-            projection = None
-        elif isinstance(stage, NormLinear) and isinstance(whole, Fused) and whole.joins(stage):
-            projection = stage  # the attention that follows takes it along
         else:
+            ops += composed.settle()
             ops.append(whole.op(layer, stage))
     if ops[-1].engine == "composed":
         ops.append(composed.argmax())

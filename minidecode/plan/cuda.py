@@ -16,7 +16,7 @@ from minidecode.weights import Weights
 def heads_of(config: ModelConfig) -> Heads:
     """The sizes that the attention's split depends on."""
     c = config
-    return Heads(c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size)
+    return Heads(c.num_heads, c.num_kv_heads, c.head_dim)
 
 
 class CudaHelpers:
@@ -58,10 +58,10 @@ class CudaHelpers:
     def _context(self, stage: Attention) -> int:
         return min(self._limit, stage.window or self._limit)
 
-    def split(self, stage: Attention, *, joined: bool = False) -> Split:
-        """How this layer's attention is divided; joined with the projection only if allowed."""
+    def split(self, stage: Attention) -> Split:
+        """How this layer's attention is divided."""
         heads = heads_of(self._state.config)
-        return self._choices.split(heads, self._context(stage), joined=joined)
+        return self._choices.split(heads, self._context(stage))
 
     def attention(self, stage: Attention) -> Launch:
         """state.qkv -> state.attention, and the cache grows by one position."""

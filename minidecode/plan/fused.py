@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from minidecode.kernels import step
 from minidecode.kernels.tiles import Choices
@@ -41,13 +40,7 @@ class Fused:
         helpers: CudaHelpers,
         choices: Choices,
     ) -> None:
-        stages = tuple(stages)
         self._weights, self._state, self._helpers = weights, state, helpers
-        self._joined = all(
-            helpers.split(stage, joined=True).joined
-            for stage in stages
-            if isinstance(stage, Attention)
-        )
         self._tiles = {
             stage.kind: choices.tile(stage.kind, *stage.weight.shape)
             for stage in stages
@@ -58,31 +51,6 @@ class Fused:
     def takes(self, stage: Stage) -> bool:
         """Whether the fused kernels handle this size: 16-byte rows, and gate/up in pairs."""
         return isinstance(stage, Attention) or stage.weight.shape[1] % 8 == 0
-
-    def joins(self, stage: NormLinear) -> bool:
-        """Whether this projection runs in one kernel with the attention that follows it."""
-        return stage.kind == "qkv" and self._joined
-
-    def joined_op(self, first: NormLinear, second: Attention) -> Op:
-        """Projection and attention of a layer as one kernel."""
-        s, w = self._state, self._weights
-        launch = step.qkv_attention(
-            s.attention,
-            w=w[first.weight],
-            x=s.x,
-            norm=w[first.norm],
-            bias=None if first.bias is None else w[first.bias],
-            cache=self._helpers.cache(second),
-            split=self._helpers.split(second, joined=True),
-        )
-        alone = attention_op(second, launch, s, "fused", "qkv_attention")
-        return replace(
-            alone,
-            name=second.name.replace("attention", "qkv_attention"),
-            kind="qkv_attention",
-            shape=first.weight.shape,
-            weight_bytes=alone.weight_bytes + stage_bytes(first),
-        )
 
     def op(self, layer: int | None, stage: Stage) -> Op:
         """The stage as one kernel."""

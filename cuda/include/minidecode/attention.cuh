@@ -57,11 +57,11 @@ __device__ __forceinline__ Seen seen_by(const Attention& a) {
 
 constexpr int kHeads = 8;  // query heads of a block
 constexpr int kKeys = 16;  // positions of a warp's tile
+constexpr int kMaxStages = 4;
 
 // One row of this step's q or k, normalised and rotated by a warp, or of v as it is. A lane has the
 // pairs (lane + 32 i, the same + head_dim / 2); cs and gain are theirs.
-// GLOBAL: the source is in global memory, written by the kernel before.
-template <bool GLOBAL, int PAIRS>
+template <int PAIRS>
 __device__ __forceinline__ void make_row(half* target, const half* source,
                                          const float2 (&cs)[PAIRS], const float2 (&gain)[PAIRS],
                                          bool normalise, bool rotate, int head_dim, float eps) {
@@ -72,10 +72,8 @@ __device__ __forceinline__ void make_row(half* target, const half* source,
   for (int i = 0; i < PAIRS; ++i) {
     const int pair = lane + kWarp * i;
     if (pair < half_dim) {
-      const half* first = source + pair;
-      const half* second = first + half_dim;
-      low[i] = __half2float(GLOBAL ? __ldcg(first) : *first);
-      high[i] = __half2float(GLOBAL ? __ldcg(second) : *second);
+      low[i] = __half2float(__ldcg(source + pair));
+      high[i] = __half2float(__ldcg(source + pair + half_dim));
     }
     squares += low[i] * low[i] + high[i] * high[i];
   }
@@ -110,19 +108,9 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// Where the rows of this step come from: qkv in memory, written by the kernel before.
-struct FromMemory {
-  static constexpr bool kComputes = false;
-  __device__ int shared_bytes() const { return 0; }
-};
-
-constexpr int kMaxStages = 4;
-
 // HEAD_DIM: head_dim rounded up to 64 or 128. `stages`: tiles of 16 positions a warp has in flight.
-// Source: FromMemory, or what computes q, k and v within the cluster (qkv_attention.cu).
-template <int HEAD_DIM, int WARPS, bool CLUSTER, typename Source>
-__global__ void __launch_bounds__(WARPS* kWarp)
-    attend(const Attention a, const Source source, const int stages) {
+template <int HEAD_DIM, int WARPS, bool CLUSTER>
+__global__ void __launch_bounds__(WARPS* kWarp) attend(const Attention a, const int stages) {
   constexpr int kPieces = HEAD_DIM / 32;       // 16-byte pieces of a K row for one lane
   constexpr int kSpans = HEAD_DIM / 64;        // 16-byte pieces of a V row for one lane
   constexpr int kPairs = HEAD_DIM / 64;        // rotated pairs of a row for one lane
@@ -136,10 +124,9 @@ __global__ void __launch_bounds__(WARPS* kWarp)
   const int first_head = kv * per_kv + group * kHeads;
   const int heads = min(kHeads, per_kv - group * kHeads);
   const int head_dim = a.head_dim;
-  // Shared memory: the source's, the warps' rings, then what combining needs.
-  unsigned char* rings = shared + source.shared_bytes();
-  half* ring = reinterpret_cast<half*>(rings) + warp * stages * kTile;  // [stages, 2, kKeys, dims]
-  float* after = reinterpret_cast<float*>(rings) + WARPS * stages * kTile / 2;
+  // Shared memory: the warps' rings, then what combining needs.
+  half* ring = reinterpret_cast<half*>(shared) + warp * stages * kTile;  // [stages, 2, kKeys, dims]
+  float* after = reinterpret_cast<float*>(shared) + WARPS * stages * kTile / 2;
 
   const Seen seen = seen_by(a);
   const half* keys = a.keys + static_cast<size_t>(kv) * a.capacity * head_dim;
@@ -181,15 +168,6 @@ __global__ void __launch_bounds__(WARPS* kWarp)
   }
   load_gain(q_gain, a.q_norm, head_dim);
   load_gain(k_gain, a.k_norm, head_dim);
-  auto finish_row = [&](half* target, int r, const half* from) {
-    const half* norm = r < heads ? a.q_norm : r == heads ? a.k_norm : nullptr;
-    float2 gain[kPairs];
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) gain[i] = r < heads ? q_gain[i] : k_gain[i];
-    make_row<!Source::kComputes>(target, from, cs, gain, norm != nullptr, r <= heads, head_dim,
-                                 a.eps);
-  };
-  if constexpr (Source::kComputes) source.prefetch(kv, split, shared);
   pdl_trigger();
   // Its blocks write to each other's shared memory, so all of them must have started.
   if (CLUSTER) cluster_sync();
@@ -197,18 +175,15 @@ __global__ void __launch_bounds__(WARPS* kWarp)
 
   // This step's rows: q of `heads` heads, then k, then v.
   __shared__ __align__(16) half rows[kHeads + 2][kRowStride];
-  if constexpr (Source::kComputes) {
-    __shared__ half raw[(kHeads + 2) * HEAD_DIM];
-    source.template compute<WARPS>(kv, split, a.splits, shared, raw);
-    cluster_sync();
 #pragma unroll 1
-    for (int r = warp; r < heads + 2; r += WARPS) finish_row(rows[r], r, raw + r * head_dim);
-  } else {
-#pragma unroll 1
-    for (int r = warp; r < heads + 2; r += WARPS) {
-      const int from = r < heads ? first_head + r : a.heads + (r == heads ? 0 : a.kv_heads) + kv;
-      finish_row(rows[r], r, a.qkv + static_cast<size_t>(from) * head_dim);
-    }
+  for (int r = warp; r < heads + 2; r += WARPS) {
+    const int from = r < heads ? first_head + r : a.heads + (r == heads ? 0 : a.kv_heads) + kv;
+    const half* norm = r < heads ? a.q_norm : r == heads ? a.k_norm : nullptr;
+    float2 gain[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) gain[i] = r < heads ? q_gain[i] : k_gain[i];
+    make_row(rows[r], a.qkv + static_cast<size_t>(from) * head_dim, cs, gain, norm != nullptr,
+             r <= heads, head_dim, a.eps);
   }
   __syncthreads();
   if (split == 0 && group == 0) {
@@ -320,9 +295,9 @@ __global__ void __launch_bounds__(WARPS* kWarp)
   }
 
   // Warps of the block first: each scales its own part to the block's greatest score.
-  float* part = reinterpret_cast<float*>(rings);  // [WARPS, heads, HEAD_DIM], over the rings
-  float* tops = after;                            // [heads, WARPS]
-  float* sums = tops + heads * WARPS;             // [heads, WARPS]
+  float* part = reinterpret_cast<float*>(shared);  // [WARPS, heads, HEAD_DIM], over the rings
+  float* tops = after;                             // [heads, WARPS]
+  float* sums = tops + heads * WARPS;              // [heads, WARPS]
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     if (g == 0 && 2 * t + c < heads) tops[(2 * t + c) * WARPS + warp] = greatest[c];
@@ -405,7 +380,7 @@ __global__ void __launch_bounds__(WARPS* kWarp)
   }
 }
 
-// Bytes of dynamic shared memory that `attend` needs besides its source's.
+// Bytes of dynamic shared memory that `attend` needs with this many stages.
 inline int attend_shared_bytes(const Attention& a, int dims, int warps, int stages) {
   const int per_kv = a.heads / a.kv_heads, heads = per_kv < kHeads ? per_kv : kHeads;
   const int floats = heads * (dims + 2 * warps + 2 * a.splits);
@@ -422,12 +397,11 @@ inline int block_shared_limit() {
 }
 
 // How many tiles a warp keeps in flight: what the context can use and the shared memory holds.
-inline int attend_stages(const Attention& a, int dims, int warps, int source_bytes) {
+inline int attend_stages(const Attention& a, int dims, int warps) {
   constexpr int kStatic = 6 * 1024;  // more than `attend` has of its own
   const int needed = (a.context + a.splits * warps * kKeys - 1) / (a.splits * warps * kKeys);
   const int limit = block_shared_limit() - kStatic - attend_shared_bytes(a, dims, warps, 0);
-  const int bytes = (limit < 176 * 1024 ? limit : 176 * 1024) - source_bytes;
-  const int room = bytes / (warps * 4 * kKeys * dims);
+  const int room = (limit < 176 * 1024 ? limit : 176 * 1024) / (warps * 4 * kKeys * dims);
   const int most = room < kMaxStages ? room : kMaxStages;
   return needed < 1 || most < 1 ? 1 : needed < most ? needed : most;
 }
