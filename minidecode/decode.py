@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,7 +38,9 @@ class GenerationStats:
     """What one `generate` did. Times in seconds of wall clock; `step_us` is per decode step.
 
     `decode_tok_s` excludes the first token and whatever was compiled or captured before it.
-    `bytes_per_token` is the mean over the decode steps. What cannot be computed is None.
+    Compiling and capturing come before all of them. `bytes_per_token` is the mean over the decode
+    steps, `peak_memory_bytes` of the device's allocations, on the CPU of the process. What cannot
+    be computed is None.
     """
 
     stop_reason: str
@@ -269,7 +272,7 @@ class Decoder:
         max_new_tokens: int,
         sampling: Sampling | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         """Yield the tokens that follow the prompt, at most `max_new_tokens`, without the EOS.
 
         Stops at an id of `eos_token_ids` ("eos"), at the number of tokens or the context limit
@@ -284,15 +287,21 @@ class Decoder:
             )
         sampling = sampling or Sampling()
         total = max(0, min(max_new_tokens, self.max_context - len(prompt_ids)))
-        run = _Run(len(prompt_ids))
+        self.last = None
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.last = None
         state = self.prepare(len(prompt_ids) + total)
         state.set_sampling(sampling)
         state.set_eos(tuple(sorted(eos_token_ids)))
         state.seen.zero_()
         state.seen[torch.tensor(list(prompt_ids), device=self.device)] = True
+        runner: Runner | None = None
+        if total > 1:
+            # Before the clock starts and before any text appears: it may compile and capture.
+            runner = self.runner(sampled=not sampling.greedy or sampling.penalises)
+            state.seek(len(prompt_ids))
+            runner.warm_up(total - 1)
+        run = _Run(len(prompt_ids), runner)
         try:
             for token in self._tokens(list(prompt_ids), total, run):
                 run.last = time.perf_counter()
@@ -320,14 +329,9 @@ class Decoder:
         run.first = run.decode_began = run.last = time.perf_counter()
         self.start(token, len(prompt_ids))
         yield token
-        if total < 2:
-            return
-        sampling = state.sampling
-        runner = self.runner(sampled=not sampling.greedy or sampling.penalises)
-        runner.warm_up(total - 1)
-        run.runner = runner
-        run.decode_began = time.perf_counter()
-        yield from self._decode(runner, len(prompt_ids), total - 1)
+        if run.runner is not None:
+            run.decode_began = time.perf_counter()
+            yield from self._decode(run.runner, len(prompt_ids), total - 1)
 
     def _decode(self, runner: Runner, first: int, n: int) -> Iterator[int]:
         """The tokens picked at positions first, first + 1, …, while the device runs ahead."""
@@ -363,9 +367,6 @@ class Decoder:
         decode_s = run.last - run.decode_began
         timed = run.runner is not None and steps > 0
         plan = run.runner.plan(run.n_prompt) if timed and run.runner is not None else None
-        peak = None
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
         return GenerationStats(
             stop_reason=run.reason,
             n_prompt=run.n_prompt,
@@ -381,7 +382,7 @@ class Decoder:
                 else None
             ),
             logits_hash=self._logits_hash(run, steps),
-            peak_memory_bytes=peak,
+            peak_memory_bytes=_peak_memory(self.device),
         )
 
     def _logits_hash(self, run: _Run, steps: int) -> str:
@@ -401,14 +402,26 @@ class _Run:
     """Clock readings and tokens of one `generate`, in seconds of time.perf_counter."""
 
     n_prompt: int
+    runner: Runner | None
     produced: list[int] = field(default_factory=list)
     reason: str = "stop"
-    runner: Runner | None = None
     began: float = field(default_factory=time.perf_counter)
     prefilled: float = 0.0
     first: float = 0.0
     decode_began: float = 0.0
     last: float = 0.0
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    """Most bytes that were allocated on a GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def context_bucket(context: int) -> int:

@@ -7,11 +7,11 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, TextIO
 
 from minidecode.cli import INTERRUPTED, options
 from minidecode.cli.progress import Progress
@@ -91,10 +91,7 @@ def run(args: argparse.Namespace) -> int:
             progress,
         )
         eos = frozenset() if args.ignore_eos or text is None else text.eos_token_ids()
-        tokens = cast(
-            "Generator[int, None, None]",
-            decoder.generate(ids, args.max_new_tokens, sampling, eos),
-        )
+        tokens = decoder.generate(ids, args.max_new_tokens, sampling, eos)
         with _interruptible(writer) as interrupted, closing(tokens):
             for token in tokens:
                 if writer.push(token) or interrupted():
