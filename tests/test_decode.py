@@ -621,7 +621,8 @@ def test_statistics(made: Callable[..., tiny.Tiny], n: int) -> None:
     assert len(tokens) == n
     assert 0 < last.prefill_s <= last.ttft_s < 60
     assert 0 <= last.decode_s < 60
-    assert last.peak_memory_bytes is not None and last.peak_memory_bytes > 2**20
+    assert last.peak_memory_bytes is not None
+    assert last.peak_memory_bytes > 2**20
     if n < 2:
         assert last.decode_tok_s is last.step_us is last.bytes_per_token is None
     else:

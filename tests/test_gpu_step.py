@@ -284,9 +284,9 @@ POSITIONS = (0, 1, 15, 16, 31, 127, 128, 255, 256, 511, 1000, 2047)
 
 
 def splits_of(c: Case) -> list[Split]:
-    heads = Heads(c.heads, c.kv_heads, c.head_dim, 64)
+    heads = Heads(c.heads, c.kv_heads, c.head_dim)
     found = [default_split(heads, context, device()) for context in (1, 4096)]
-    found += [split for split in split_candidates(heads, device()) if not split.joined]
+    found += split_candidates(heads, device())
     # Without clusters, as on GPUs before sm_90.
     found += [Split(splits, 8, False) for splits in (2, 5, 16)]
     return list(dict.fromkeys(found))
@@ -327,7 +327,7 @@ def test_long_contexts(random: torch.Generator, context: int) -> None:
     for head_dim in (64, 128):
         case = Case(8, 2, head_dim, context - 1)
         qkv, before = halves(random, 12 * head_dim), make_cache(case, random)
-        heads = Heads(8, 2, head_dim, 64)
+        heads = Heads(8, 2, head_dim)
         for split in (default_split(heads, context, device()), Split(1, 8, False)):
             cache, out = copied(before), nan(8 * head_dim)
             step.attention(out, qkv, cache, split)()
@@ -347,35 +347,6 @@ def test_large_scores_stay_finite(random: torch.Generator, head_dim: int) -> Non
         out = nan(2 * head_dim)
         step.attention(out, qkv, cache, split)()
         torch.testing.assert_close(out, torch.full_like(out, 0.5), rtol=1e-3, atol=0)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available() or not sm90(), reason="needs sm_90")
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128])
-@pytest.mark.parametrize("gqa", [(1, 1), (9, 3), (4, 1), (8, 1), (14, 2)], ids=str)
-def test_projection_and_attention_in_one(
-    random: torch.Generator, gqa: tuple[int, int], head_dim: int
-) -> None:
-    tried = 0
-    for i, position in enumerate(POSITIONS):
-        k, window = (64, 576, 200)[i % 3], (None, 100, None, 4)[i % 4]
-        case = Case(*gqa, head_dim, position, window, norm=i % 2 == 1)
-        n = (gqa[0] + 2 * gqa[1]) * head_dim
-        w, x = halves(random, n, k, scale=k**-0.5), halves(random, k)
-        norm = halves(random, k, scale=0.2, add=1.0)
-        bias = halves(random, n) if i % 2 else None
-        qkv, _ = fused_linear_expected(step.NORM_LINEAR, w, x, norm, bias, None)
-        before = make_cache(case, random)
-        heads = Heads(*gqa, head_dim, k)
-        for warps in (4, 8):
-            for splits in (2, 4, 8, 16):
-                split = Split(splits, warps, True, True)
-                if not heads.takes(split, device()):
-                    continue
-                tried += 1
-                cache, out = copied(before), nan(gqa[0] * head_dim)
-                step.qkv_attention(out, w=w, x=x, norm=norm, bias=bias, cache=cache, split=split)()
-                check_attention(case, out, qkv.half(), cache, before, str(split))
-    assert tried
 
 
 # --- helpers --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from minidecode.errors import MissingError, UsageError
 from minidecode.kernels import registry
 from minidecode.kernels.tiles import (
     HEADS_PER_BLOCK,
-    MAX_CLUSTER,
+    PORTABLE_CLUSTER,
     STAGED_BYTES,
     Choices,
     Device,
@@ -330,10 +330,11 @@ A100 = Device(108, False)
 @pytest.mark.parametrize("k", [8, 576, 1536, 2048, 4096, 14_336])
 @pytest.mark.parametrize("n", [8, 960, 3072, 28_672, 151_936])
 def test_default_tile_runs_everywhere(n: int, k: int) -> None:
-    tile = default_tile(n, k)
-    assert tile.fits(k, sm90=False)
-    assert tile.rows % 2 == 0  # gate and up in pairs
-    assert tile.threads in (64, 128, 256, 512)
+    for sm90 in (False, True):
+        tile = default_tile(n, k, sm90)
+        assert tile.fits(k, sm90)
+        assert (tile.rows + tile.staged) % 2 == 0  # gate and up in pairs
+        assert tile.threads % 32 == 0
 
 
 @pytest.mark.parametrize("k", [576, 4096, 14_336])
@@ -352,7 +353,7 @@ def test_tile_candidates(k: int) -> None:
 @pytest.mark.parametrize("heads", [(9, 3), (32, 8), (32, 32), (14, 2), (64, 2)])
 def test_splits(device: Device, heads: tuple[int, int]) -> None:
     for head_dim in (64, 128):
-        sizes = Heads(*heads, head_dim, 576)
+        sizes = Heads(*heads, head_dim)
         assert sizes.groups == heads[1] * math.ceil(heads[0] // heads[1] / HEADS_PER_BLOCK)
         before = 0
         for context in (1, 256, 512, 4096, 131_072):
@@ -360,44 +361,29 @@ def test_splits(device: Device, heads: tuple[int, int]) -> None:
             assert split.splits >= before
             before = split.splits
             assert split.splits == 1 or split.splits * sizes.groups <= device.sms
-            assert sizes.takes(split, device)
+            assert not split.cluster or (device.sm90 and split.splits <= PORTABLE_CLUSTER)
         assert default_split(sizes, 1, device).splits == 1
         candidates = split_candidates(sizes, device)
         assert candidates
         for split in candidates:
-            assert sizes.takes(split, device)
-            assert not split.cluster or (device.sm90 and split.splits <= MAX_CLUSTER)
+            assert not split.cluster or device.sm90
             assert split.warps in (4, 8, 16)
 
 
-def test_joined_splits_need_room() -> None:
-    joined = Split(8, 8, True, True)
-    assert Heads(9, 3, 64, 576).takes(joined, H200)
-    assert not Heads(9, 3, 64, 576).takes(joined, A100)
-    assert not Heads(32, 8, 128, 4096).takes(joined, H200)  # weights beyond shared memory
-    assert not Heads(32, 32, 64, 512).takes(joined, H200)  # more blocks than multiprocessors
-    assert not Heads(9, 1, 64, 576).takes(joined, H200)  # more heads than a block has
-    assert not Heads(9, 3, 20, 576).takes(joined, H200)
-
-
 def test_choices_that_a_gpu_cannot_run_are_left() -> None:
-    staged, sizes = Tile(128, 0, 1, 4), Heads(9, 3, 64, 576)
+    staged, sizes = Tile(128, 0, 1, 4), Heads(9, 3, 64)
     measured = Choices(
         A100,
         tiles={tile_key("qkv", 960, 576): staged, tile_key("o", 576, 576): Tile(64, 4)},
-        splits={
-            split_key(sizes, 256): Split(4, 8, True),
-            split_key(sizes, 512): Split(8, 8, True, True),
-        },
+        splits={split_key(sizes, 256): Split(4, 8, True)},
     )
-    assert measured.tile("qkv", 960, 576) == default_tile(960, 576)
+    assert measured.tile("qkv", 960, 576) == default_tile(960, 576, False)
     assert measured.tile("o", 576, 576) == Tile(64, 4)
     assert not measured.split(sizes, 256).cluster
     on_h200 = Choices(H200, measured.tiles, measured.splits)
     assert on_h200.tile("qkv", 960, 576) == staged
-    assert on_h200.tile("qkv", 961, 576) == default_tile(961, 576)
+    assert on_h200.tile("qkv", 961, 576) == default_tile(961, 576, True)
     assert on_h200.split(sizes, 256) == Split(4, 8, True)
     assert on_h200.split(sizes, 512) == default_split(sizes, 512, H200)
-    assert on_h200.split(sizes, 512, joined=True).joined
     swapped = on_h200.but({tile_key("qkv", 960, 576): Tile(64, 4)})
     assert swapped.tile("qkv", 960, 576) == Tile(64, 4)

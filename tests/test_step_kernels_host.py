@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from shim import STREAM, HostKernelError, Runner, host_library
 
 from minidecode.kernels import step
-from minidecode.kernels.tiles import Device, Heads, Split, Tile, default_split
+from minidecode.kernels.tiles import Device, Heads, Tile, default_split
 from minidecode.sampling import Sampling, probabilities
 
 pytestmark = pytest.mark.skipif(shim.unavailable() is not None, reason=str(shim.unavailable()))
@@ -439,88 +439,6 @@ def test_attention_of_any_head_size(head_dim: int) -> None:
         assert wrong_attention(case) == "", case
 
 
-@dataclass(frozen=True)
-class Joined:
-    """One call of the kernel that projects and attends; `case` has the attention's sizes."""
-
-    case: Case
-    k: int = 64
-    bias: bool = False
-
-
-def call_joined(j: Joined, b: Cache) -> tuple[int, npt.NDArray[np.float64]]:
-    """(status, the q, k and v that the projection should give)."""
-    c, random = j.case, np.random.default_rng(j.case.seed + 1)
-
-    def halves(*shape: int, scale: float = 1.0, add: float = 0.0) -> npt.NDArray[np.float16]:
-        return aligned((random.standard_normal(shape) * scale + add).astype(np.float16))
-
-    n = (c.heads + 2 * c.kv_heads) * c.head_dim
-    w, x = constant(halves(n, j.k, scale=j.k**-0.5)), constant(halves(j.k, scale=c.magnitude))
-    norm, bias = constant(halves(j.k, scale=0.2, add=1.0)), constant(halves(n)) if j.bias else None
-    arrays = b.arrays()
-    arrays[3] = None
-    args = step._Attention(
-        *map(address, arrays),
-        *(c.heads, c.kv_heads, c.head_dim, *c.sizes),
-    )
-    projection = step._Projection(*map(address, (w, x, norm, bias)), j.k, EPS)
-    status = library("qkv_attention").call(
-        "minidecode_qkv_attention",
-        *(args, projection, c.warps, STREAM),
-        buffers=[a for a in (*arrays, w, x, norm, bias) if a is not None],
-        late=[x],
-        order=c.order,
-        capability=c.capability,
-    )
-    return status, ref.linear(w, ref.rms_norm(x, norm, EPS), bias)
-
-
-def wrong_joined(j: Joined) -> str:
-    b = fill(j.case)
-    before = b.keys.copy(), b.values.copy()
-    try:
-        status, qkv = call_joined(j, b)
-    except HostKernelError as error:
-        return str(error)
-    return f"status {status}" if status != 0 else wrong_result(j.case, b, before, qkv)
-
-
-@pytest.mark.parametrize("splits", [2, 4, 8, 16])
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128])
-def test_projection_and_attention_in_one(head_dim: int, splits: int) -> None:
-    for i, position in enumerate((0, 1, 16, 130, 300)):
-        heads, kv_heads = ((2, 1), (4, 2), (3, 1), (6, 1), (8, 1))[i]
-        case = Case(
-            *(heads, kv_heads, head_dim, position, (4, 8)[i % 2], splits, True),
-            window=(None, None, 4, None, 40)[i],
-            norm=i % 2 == 0,
-            order=(i + splits) % 4,
-        )
-        joined = Joined(case, k=(8, 64, 200, 576, 64)[i], bias=i % 2 == 1)
-        sizes = Heads(heads, kv_heads, head_dim, joined.k)
-        if sizes.takes(Split(splits, case.warps, True, True), Device(132, True)):
-            assert wrong_joined(joined) == "", joined
-        else:  # more shared memory than there is
-            assert wrong_joined(joined) == "status 1", joined
-
-
-def test_what_projection_and_attention_do_not_take() -> None:
-    for j in (
-        Joined(Case(2, 1, 64, 3, splits=1)),
-        Joined(Case(2, 1, 64, 3, splits=32)),
-        Joined(Case(9, 3, 64, 3, splits=5)),
-        Joined(Case(2, 1, 24, 3, splits=2)),
-        Joined(Case(16, 1, 64, 3, splits=2)),
-        Joined(Case(2, 1, 64, 3, splits=2, warps=16)),
-        Joined(Case(2, 1, 64, 3, splits=2, capability=(8, 0))),
-        Joined(Case(2, 1, 64, 3, splits=2), k=60),
-    ):
-        b = fill(j.case)
-        assert call_joined(j, b)[0] == NOT_SUPPORTED, j
-        assert np.isnan(b.out).all()
-
-
 @settings(max_examples=40)
 @given(
     gqa=st.sampled_from([*GQA, (16, 1), (11, 1)]),
@@ -590,7 +508,7 @@ def test_attention_where_shared_memory_is_smaller(capability: tuple[int, int]) -
     """The split that the rule gives, and the kernel finds how much it can keep in flight."""
     for heads, kv_heads, head_dim in ((4, 2, 64), (9, 3, 64), (8, 1, 128), (2, 2, 128)):
         for position, context in ((5, 256), (300, 512), (300, 131_072)):
-            sizes = Heads(heads, kv_heads, head_dim, 64)
+            sizes = Heads(heads, kv_heads, head_dim)
             split = default_split(sizes, context, Device(46, capability >= (9, 0)))
             case = Case(
                 *(heads, kv_heads, head_dim, position, split.warps, split.splits, split.cluster),

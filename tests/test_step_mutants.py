@@ -11,7 +11,7 @@ import pytest
 import shim
 import test_step_kernels_host as host
 from shim import HostKernelError
-from test_step_kernels_host import Case, Joined, Linear
+from test_step_kernels_host import Case, Linear
 
 from minidecode.kernels import step
 from minidecode.sampling import Sampling
@@ -47,10 +47,6 @@ def attention(*fields: int, **named: object) -> Callable[[], bool]:
 
 def linear(stem: str, tile: int, rows: int, k: int) -> Callable[[], bool]:
     return lambda: host.wrong_linear(Linear(stem, tile, rows, k)) != ""
-
-
-def joined(*fields: int, k: int) -> Callable[[], bool]:
-    return lambda: host.wrong_joined(Joined(Case(*fields, 4, 4, True), k)) != ""
 
 
 def norm_of_many() -> bool:
@@ -108,16 +104,6 @@ MUTANTS = (
         *("attention", "combine", "step/attention.cu"),
         *("parts + s * width + 1) * share", "parts + s * width + 1)"),
         attention(2, 1, 64, 300, 4, 4),
-    ),
-    Mutant(
-        *("qkv_attention", "no-barrier-after-projection", ATTENTION),
-        *("shared, raw);\n    cluster_sync();", "shared, raw);\n    __syncthreads();"),
-        joined(2, 1, 64, 20, k=64),
-    ),
-    Mutant(
-        *("qkv_attention", "squares-of-own-warp", "step/qkv_attention.cu"),
-        *("total += warp_squares[w]", "total = warp_squares[w]"),
-        joined(2, 1, 64, 20, k=576),
     ),
     Mutant(
         *("linear_residual", "row-guard", LINEAR),
