@@ -14,7 +14,7 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kMaxDims = 16;  // dims of a lane, so head_dim is at most 512
 
-__global__ void __launch_bounds__(kThreads) attend_any(const Attention a) {
+__global__ void __launch_bounds__(kThreads, 1) attend_any(const Attention a) {
   extern __shared__ float shared[];
   __shared__ float scratch[kWarps], warp_top[kWarps], warp_total[kWarps];
   const int tid = threadIdx.x, lane = tid % kWarp, warp = tid / kWarp, d = a.head_dim;

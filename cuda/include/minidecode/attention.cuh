@@ -59,6 +59,13 @@ constexpr int kHeads = 8;  // query heads of a block
 constexpr int kKeys = 16;  // positions of a warp's tile
 constexpr int kMaxStages = 4;
 
+// sm_75 has no asynchronous copies: the registers that they pass through need leave to be used.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define MINIDECODE_ATTEND_BOUNDS(threads) __launch_bounds__(threads, 1)
+#else
+#define MINIDECODE_ATTEND_BOUNDS(threads) __launch_bounds__(threads)
+#endif
+
 // One row of this step's q or k, normalised and rotated by a warp, or of v as it is. A lane has the
 // pairs (lane + 32 i, the same + head_dim / 2); cs and gain are theirs.
 template <int PAIRS>
@@ -110,7 +117,7 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
 
 // HEAD_DIM: head_dim rounded up to 64 or 128. `stages`: tiles of 16 positions a warp has in flight.
 template <int HEAD_DIM, int WARPS, bool CLUSTER>
-__global__ void __launch_bounds__(WARPS* kWarp) attend(const Attention a, const int stages) {
+__global__ void MINIDECODE_ATTEND_BOUNDS(WARPS* kWarp) attend(const Attention a, const int stages) {
   constexpr int kPieces = HEAD_DIM / 32;       // 16-byte pieces of a K row for one lane
   constexpr int kSpans = HEAD_DIM / 64;        // 16-byte pieces of a V row for one lane
   constexpr int kPairs = HEAD_DIM / 64;        // rotated pairs of a row for one lane
