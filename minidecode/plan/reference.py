@@ -7,6 +7,7 @@ against. Weights and activations FP16; norms, scores and softmax FP32.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -96,6 +97,39 @@ def attention(
     return out[0].transpose(0, 1).half().reshape(n, c.q_size)
 
 
+class _Position:
+    """What all layers of the step at one position share: rotary angles, and views of the cache.
+
+    cos, sin FP32 [head_dim / 2]; key_rows, value_rows FP16 [kv_heads, head_dim] for each layer.
+    """
+
+    def __init__(self, state: State, position: int) -> None:
+        self.position = position
+        self.cos, self.sin = (t.contiguous() for t in state.rope[position].unbind(-1))
+        self.key_rows = state.keys.select(2, position).unbind()
+        self.value_rows = state.values.select(2, position).unbind()
+        self._state = state
+        self._windows: dict[int | None, tuple[Sequence[torch.Tensor], ...]] = {}
+        self._wide: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def seen(self, layer: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer that the token sees, FP32 [kv_heads, seen, head_dim].
+
+        They last until the next call.
+        """
+        if window not in self._windows:
+            first = 0 if window is None else max(0, self.position + 1 - window)
+            caches = [
+                cache.narrow(2, first, self.position + 1 - first)
+                for cache in (self._state.keys, self._state.values)
+            ]
+            self._windows[window] = tuple(cache.unbind() for cache in caches)
+            self._wide[window] = torch.empty(caches[0].shape[1:]), torch.empty(caches[0].shape[1:])
+        keys, values = self._windows[window]
+        wide_keys, wide_values = self._wide[window]
+        return wide_keys.copy_(keys[layer]), wide_values.copy_(values[layer])
+
+
 class TorchHelpers:
     """What a step on the CPU needs besides matrix products: in torch operations, for one token.
 
@@ -105,20 +139,21 @@ class TorchHelpers:
 
     def __init__(self, weights: Weights, state: State) -> None:
         self._weights, self._state = weights, state
+        self._now: _Position | None = None
 
     def rms_norm(
         self, out: torch.Tensor, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor
     ) -> Launch:
         """x += delta if there is one; out = rmsnorm(x) * weight."""
         n, eps = x.numel(), self._state.config.rms_norm_eps
-        gain, wide = weight.float(), torch.empty(n, dtype=torch.float32)
+        gain, wide, zero = weight.float(), torch.empty(n), torch.zeros(())
 
         def launch() -> None:
             if delta is not None:
                 x.add_(delta)
             wide.copy_(x)
             scale = 1.0 / math.sqrt(float(wide.dot(wide)) / n + eps)
-            out.copy_(wide.mul_(gain).mul_(scale))
+            torch.addcmul(zero, wide, gain, value=scale, out=out)
 
         return launch
 
@@ -137,32 +172,36 @@ class TorchHelpers:
         turning = c.num_heads + c.num_kv_heads
         rows = s.qkv.view(turning + c.num_kv_heads, c.head_dim)
         qk, v = rows[:turning], rows[turning:]
-        before, after = (torch.empty(qk.shape, dtype=torch.float32) for _ in range(2))
+        before, after = torch.empty(qk.shape), torch.empty(qk.shape)
+        halves = (turning, 2, c.head_dim // 2)
         (low, high), (new_low, new_high) = before.chunk(2, dim=-1), after.chunk(2, dim=-1)
+        split_before, split_after = before.view(halves), after.view(halves)
         q = after[: c.num_heads].view(c.num_kv_heads, -1, c.head_dim)
         k = after[c.num_heads :]
-        keys, values = s.keys[stage.layer], s.values[stage.layer]
         out = s.attention.view(q.shape)
         normalise = self._qk_norm(stage, before)
-        window, scale = stage.window or s.capacity, c.head_dim**-0.5
+        layer, scale, none = stage.layer, c.head_dim**-0.5, torch.zeros(1, 1, 1)
 
         def launch() -> None:
-            position = int(s.position)
+            now = self._at(int(s.position))
             before.copy_(qk)
             if normalise is not None:
                 normalise()
-            cos, sin = s.rope[position].unbind(-1)
-            torch.mul(low, cos, out=new_low).addcmul_(high, sin, value=-1)
-            torch.mul(high, cos, out=new_high).addcmul_(low, sin)
-            keys.select(1, position).copy_(k)
-            values.select(1, position).copy_(v)
-            first = max(0, position + 1 - window)
-            seen_keys = keys.narrow(1, first, position + 1 - first).float()
-            seen_values = values.narrow(1, first, position + 1 - first).float()
-            scores = torch.bmm(q, seen_keys.transpose(1, 2)).mul_(scale)
+            torch.mul(split_before, now.cos, out=split_after)
+            new_low.addcmul_(high, now.sin, value=-1)
+            new_high.addcmul_(low, now.sin)
+            now.key_rows[layer].copy_(k)
+            now.value_rows[layer].copy_(v)
+            seen_keys, seen_values = now.seen(layer, stage.window)
+            scores = torch.baddbmm(none, q, seen_keys.transpose(1, 2), beta=0, alpha=scale)
             out.copy_(torch.bmm(torch.softmax(scores, dim=-1), seen_values))
 
         return launch
+
+    def _at(self, position: int) -> _Position:
+        if self._now is None or self._now.position != position:
+            self._now = _Position(self._state, position)
+        return self._now
 
     def _qk_norm(self, stage: Attention, rows: torch.Tensor) -> Launch | None:
         """Normalises q and k, FP32 [heads + kv_heads, head_dim], in place; None: no such norm."""

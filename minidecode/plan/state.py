@@ -56,6 +56,7 @@ class State:
         self.best = torch.zeros(1, dtype=torch.int64, device=device)
         self.position, self.token, self.stopped = ints(1), ints(1), ints(1)
         self.eos = torch.full((MAX_EOS,), PENDING, dtype=torch.int32, device=device)
+        self._eos_ids: tuple[int, ...] = ()  # the same for the host
         # Tokens that the repetition penalty applies to.
         self.seen = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
         # SamplingParameters for the kernel: a captured graph serves every request.
@@ -91,7 +92,7 @@ class State:
         self.x.copy_(embedding)
         self.seen[token] = True
         self.position.fill_(position)
-        if bool((self.eos == token).any()):
+        if token in self._eos_ids:
             self.stopped.fill_(1)
 
     def snapshot(self) -> tuple[torch.Tensor, ...]:
@@ -109,8 +110,9 @@ class State:
 
     def set_eos(self, ids: tuple[int, ...]) -> None:
         """Tokens after which the device stops advancing; the first MAX_EOS of them."""
-        kept = list(ids)[:MAX_EOS]
-        self.eos.copy_(torch.tensor(kept + [PENDING] * (MAX_EOS - len(kept)), dtype=torch.int32))
+        kept = self._eos_ids = tuple(ids)[:MAX_EOS]
+        padded = kept + (PENDING,) * (MAX_EOS - len(kept))
+        self.eos.copy_(torch.tensor(padded, dtype=torch.int32))
 
     def set_sampling(self, sampling: Sampling) -> None:
         """How `next_token` picks; starts its random numbers from the seed."""
