@@ -243,7 +243,17 @@ class Bench:
     weights: Weights
 
     def run(self, qkv: torch.Tensor, start: int) -> torch.Tensor:
-        return reference.attention(self.stage, self.weights, self.state, qkv, start)
+        """The prefill's attention; for one token the decode step's, which must agree."""
+        out = reference.attention(self.stage, self.weights, self.state, qkv, start)
+        if len(qkv) > 1:
+            return out
+        self.state.qkv.copy_(qkv[0])
+        self.state.position.fill_(start)
+        self.state.attention.fill_(float("nan"))
+        reference.TorchHelpers(self.weights, self.state).attention(self.stage)()
+        one = self.state.attention.clone()[None]
+        torch.testing.assert_close(one, out, rtol=2e-3, atol=2e-3)
+        return one
 
 
 def bench(window: int | None = None, **fields: Any) -> Bench:
@@ -358,14 +368,14 @@ def test_prefill_and_steps_agree(made: Callable[..., tiny.Tiny]) -> None:
     decoder = load(made().directory)
     ids = IDS[:8]
     at_once, one_by_one = decoder.prefill(ids, every=True), token_by_token(decoder, ids)
-    assert relative_error(one_by_one, at_once) < 1e-3
+    assert relative_error(one_by_one, at_once) < 2e-3
 
 
 def test_steps_continue_a_prefill(made: Callable[..., tiny.Tiny]) -> None:
     decoder = load(made(model_type="qwen3", head_dim=32).directory)
     expected = decoder.prefill(IDS, every=True)
     decoder.prefill(IDS[:5])
-    assert relative_error(token_by_token(decoder, IDS[5:], first=5), expected[5:]) < 1e-3
+    assert relative_error(token_by_token(decoder, IDS[5:], first=5), expected[5:]) < 2e-3
 
 
 @pytest.mark.parametrize("sliding_window", [None, 20])
