@@ -25,7 +25,7 @@ constexpr int kThreads = 256;
 constexpr int kNonFiniteToken = -2;
 
 // Triggers only once the position is written: later kernels read it before their own wait.
-__global__ void __launch_bounds__(kThreads) next_token(const NextToken a) {
+__global__ void __launch_bounds__(kThreads, 1) next_token(const NextToken a) {
   pdl_wait();
   const Best best = __ldcg(a.best);
   const int position = __ldcg(a.position);
@@ -42,7 +42,13 @@ __global__ void __launch_bounds__(kThreads) next_token(const NextToken a) {
   if (stopped) return;
   if (!bad) {
     const half* row = a.embedding + static_cast<size_t>(token) * a.hidden;
-    for (int i = threadIdx.x; i < a.hidden; i += kThreads) a.x[i] = row[i];
+    if (a.hidden % 8 == 0) {
+      const uint4* from = reinterpret_cast<const uint4*>(row);
+      uint4* to = reinterpret_cast<uint4*>(a.x);
+      for (int i = threadIdx.x; i < a.hidden / 8; i += kThreads) to[i] = __ldg(from + i);
+    } else {
+      for (int i = threadIdx.x; i < a.hidden; i += kThreads) a.x[i] = row[i];
+    }
   }
   if (threadIdx.x != 0) return;
   *a.best = 0;

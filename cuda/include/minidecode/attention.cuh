@@ -59,11 +59,12 @@ constexpr int kHeads = 8;  // query heads of a block
 constexpr int kKeys = 16;  // positions of a warp's tile
 constexpr int kMaxStages = 4;
 
-// sm_75 has no asynchronous copies: the registers that they pass through need leave to be used.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#define MINIDECODE_ATTEND_BOUNDS(threads) __launch_bounds__(threads, 1)
+// How many blocks the compiler saves registers for: 0 leaves it to itself, which it does well on
+// sm_90 and for the widest block, where others of these kernels would spill a register.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int attend_blocks(int, int) { return 0; }
 #else
-#define MINIDECODE_ATTEND_BOUNDS(threads) __launch_bounds__(threads)
+constexpr int attend_blocks(int dims, int warps) { return dims > 64 && warps == 16 ? 0 : 1; }
 #endif
 
 // One row of this step's q or k, normalised and rotated by a warp, or of v as it is. A lane has the
@@ -117,7 +118,8 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
 
 // HEAD_DIM: head_dim rounded up to 64 or 128. `stages`: tiles of 16 positions a warp has in flight.
 template <int HEAD_DIM, int WARPS, bool CLUSTER>
-__global__ void MINIDECODE_ATTEND_BOUNDS(WARPS* kWarp) attend(const Attention a, const int stages) {
+__global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
+    attend(const Attention a, const int stages) {
   constexpr int kPieces = HEAD_DIM / 32;       // 16-byte pieces of a K row for one lane
   constexpr int kSpans = HEAD_DIM / 64;        // 16-byte pieces of a V row for one lane
   constexpr int kPairs = HEAD_DIM / 64;        // rotated pairs of a row for one lane
@@ -301,33 +303,28 @@ __global__ void MINIDECODE_ATTEND_BOUNDS(WARPS* kWarp) attend(const Attention a,
     total[1] += __shfl_xor_sync(kFullMask, total[1], offset);
   }
 
-  // Warps of the block first: each scales its own part to the block's greatest score.
-  float* part = reinterpret_cast<float*>(shared);  // [WARPS, heads, HEAD_DIM], over the rings
-  float* tops = after;                             // [heads, WARPS]
-  float* sums = tops + heads * WARPS;              // [heads, WARPS]
-#pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    if (g == 0 && 2 * t + c < heads) tops[(2 * t + c) * WARPS + warp] = greatest[c];
-  }
-  __syncthreads();
+  // Warps of the block first, each weighted by exp2(its greatest score - the block's).
+  // A warp's part, [heads, HEAD_DIM], takes the place of its ring.
+  auto part = [&](int w, int h, int dim) {
+    return reinterpret_cast<float4*>(shared) + (w * stages * kTile / 2 + h * HEAD_DIM + dim) / 4;
+  };
+  float* tops = after;                 // [heads, WARPS]
+  float* sums = tops + heads * WARPS;  // [heads, WARPS]
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     const int h = 2 * t + c;
     if (h >= heads) continue;
-    float top = -INFINITY;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, tops[h * WARPS + w]);
-    // A warp with no position has -inf, and so has a block with none.
-    const float share = greatest[c] == -INFINITY ? 0.0f : exp2f(greatest[c] - top);
-    if (g == 0) sums[h * WARPS + warp] = total[c] * share;
-    float4* target = reinterpret_cast<float4*>(part + (warp * heads + h) * HEAD_DIM + 8 * g);
+    if (g == 0) {
+      tops[h * WARPS + warp] = greatest[c];
+      sums[h * WARPS + warp] = total[c];
+    }
+    float4* target = part(warp, h, 8 * g);
 #pragma unroll
     for (int m = 0; m < kSpans; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         target[16 * m + i / 2] =
-            make_float4(out[m][i][c] * share, out[m][i][c + 2] * share, out[m][i + 1][c] * share,
-                        out[m][i + 1][c + 2] * share);
+            make_float4(out[m][i][c], out[m][i][c + 2], out[m][i + 1][c], out[m][i + 1][c + 2]);
       }
     }
   }
@@ -337,30 +334,52 @@ __global__ void MINIDECODE_ATTEND_BOUNDS(WARPS* kWarp) attend(const Attention a,
   float* inbox_tops = inbox + heads * HEAD_DIM;       // [splits, heads]
   float* inbox_sums = inbox_tops + a.splits * heads;  // [splits, heads]
   const int slice = heads * HEAD_DIM / a.splits;
-  for (int e = threadIdx.x; e < heads * HEAD_DIM; e += WARPS * kWarp) {
+  for (int e = 4 * threadIdx.x; e < heads * HEAD_DIM; e += 4 * WARPS * kWarp) {
     const int h = e / HEAD_DIM, dim = e % HEAD_DIM;
-    float top = -INFINITY, sum = 0.0f, weighted = 0.0f;
-#pragma unroll 8
+    float share[WARPS];
+    float top = -INFINITY, sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(tops + h * WARPS + w);
+      share[w] = four.x;
+      share[w + 1] = four.y;
+      share[w + 2] = four.z;
+      share[w + 3] = four.w;
+      top = fmaxf(top, fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
+    }
+    float4 weighted = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-      top = fmaxf(top, tops[h * WARPS + w]);
-      sum += sums[h * WARPS + w];
-      weighted += part[(w * heads + h) * HEAD_DIM + dim];
+      // A warp with no position has -inf, and so has a block with none.
+      const float by = top == -INFINITY ? 0.0f : exp2f(share[w] - top);
+      const float4 own = *part(w, h, dim);
+      sum = fmaf(sums[h * WARPS + w], by, sum);
+      weighted.x = fmaf(own.x, by, weighted.x);
+      weighted.y = fmaf(own.y, by, weighted.y);
+      weighted.z = fmaf(own.z, by, weighted.z);
+      weighted.w = fmaf(own.w, by, weighted.w);
     }
     if (a.splits == 1) {
-      if (dim < head_dim) {
-        a.out[static_cast<size_t>(first_head + h) * head_dim + dim] =
-            __float2half_rn(weighted / sum);
-      }
+      if (dim >= head_dim) continue;
+      const float scale_by = 1.0f / sum;
+      const uint2 packed = make_uint2(pack_half2(weighted.x * scale_by, weighted.y * scale_by),
+                                      pack_half2(weighted.z * scale_by, weighted.w * scale_by));
+      half* to = a.out + static_cast<size_t>(first_head + h) * head_dim + dim;
+      *reinterpret_cast<uint2*>(to) = packed;
     } else if (CLUSTER) {
-      cluster_shared(inbox, e / slice)[split * slice + e % slice] = weighted;
-      if (dim < a.splits) {
-        cluster_shared(inbox_tops, dim)[split * heads + h] = top;
-        cluster_shared(inbox_sums, dim)[split * heads + h] = sum;
+      float* to = cluster_shared(inbox, e / slice) + split * slice + e % slice;
+      *reinterpret_cast<float4*>(to) = weighted;
+      if (dim / 4 < a.splits) {
+        cluster_shared(inbox_tops, dim / 4)[split * heads + h] = top;
+        cluster_shared(inbox_sums, dim / 4)[split * heads + h] = sum;
       }
     } else if (dim < head_dim) {
       float* parts =
           a.scratch + static_cast<size_t>((first_head + h) * a.splits + split) * (head_dim + 2);
-      parts[2 + dim] = weighted;
+      parts[2 + dim] = weighted.x;
+      parts[3 + dim] = weighted.y;
+      parts[4 + dim] = weighted.z;
+      parts[5 + dim] = weighted.w;
       if (dim == 0) {
         parts[0] = top;
         parts[1] = sum;
