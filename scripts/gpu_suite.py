@@ -131,7 +131,7 @@ def pytest(folder: Path, files: Sequence[Path], limit: float, *, parallel: bool)
     junit.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={junit}"]
     if parallel and importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(min(6, os.cpu_count() or 1)), "--dist", "worksteal"]
+        command += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"]
     log = folder / "pytest.log"
     command += [*map(str, files), "-p", "no:cacheprovider", "-rfE", "--durations=15", "--color=no"]
     # A filter from outside must not make half a run look like all of it.
