@@ -35,13 +35,14 @@ __global__ void __launch_bounds__(kThreads, 1) attend_any(const Attention a) {
     float* target = which == 0 ? q : k;
     float squares = 0.0f;
     for (int i = tid; i < d; i += kThreads) {
-      const float v = __half2float(__ldcg(source + i));
+      const float v = __half2float(load_written(source + i));
       squares += v * v;
     }
     const float mean = block_sum<kThreads>(squares, scratch) / d;
     const float rms = norm != nullptr ? rsqrtf(mean + a.eps) : 1.0f;
     for (int i = tid; i < d / 2; i += kThreads) {
-      float x = __half2float(__ldcg(source + i)), y = __half2float(__ldcg(source + i + d / 2));
+      float x = __half2float(load_written(source + i)),
+            y = __half2float(load_written(source + i + d / 2));
       if (norm != nullptr) {
         x = __half2float(__float2half_rn(x * rms * __half2float(norm[i])));
         y = __half2float(__float2half_rn(y * rms * __half2float(norm[i + d / 2])));
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_any(const Attention a) {
   if (head % per_kv == 0) {
     for (int i = tid; i < d; i += kThreads) {
       a.keys[kv_row + i] = __float2half_rn(k[i]);
-      a.values[kv_row + i] = __ldcg(value_row + i);
+      a.values[kv_row + i] = load_written(value_row + i);
     }
   }
 
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_any(const Attention a) {
     for (int j = 0; j < kMaxDims; ++j) {
       const int i = lane + j * kWarp;
       if (i < d) {
-        const half v = newest ? __ldcg(value_row + i) : a.values[row + i];
+        const half v = newest ? load_written(value_row + i) : a.values[row + i];
         out[j] = out[j] * shrink + weight * __half2float(v);
       }
     }

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kNormThreads) rms_norm(half* y,             //
     if constexpr (VECTOR) {
       unpack8(load_shared_by_blocks(p + i), v);
     } else {
-      v[0] = __half2float(__ldcg(p + i));
+      v[0] = __half2float(load_written(p + i));
     }
   };
   auto store = [](half* p, int i, const float(&v)[kWidth]) {
@@ -81,7 +81,9 @@ __global__ void add(half* x,            // [n]
   pdl_trigger();
   pdl_wait();
   const int i = blockIdx.x * kThreads + threadIdx.x;
-  if (i < n) x[i] = __float2half_rn(__half2float(__ldcg(x + i)) + __half2float(__ldcg(delta + i)));
+  if (i < n)
+    x[i] =
+        __float2half_rn(__half2float(load_written(x + i)) + __half2float(load_written(delta + i)));
 }
 
 __global__ void swiglu(half* y,              // [n]
@@ -91,8 +93,8 @@ __global__ void swiglu(half* y,              // [n]
   pdl_wait();
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= n) return;
-  const float gate = __half2float(__ldcg(gate_up + i));
-  const float up = __half2float(__ldcg(gate_up + n + i));
+  const float gate = __half2float(load_written(gate_up + i));
+  const float up = __half2float(load_written(gate_up + n + i));
   y[i] = __float2half_rn(gate / (1.0f + __expf(-gate)) * up);
 }
 
@@ -104,7 +106,7 @@ __global__ void argmax(float* logits,   // [n]
   pdl_wait();
   Best mine = 0;
   for (int i = blockIdx.x * kThreads + threadIdx.x; i < n; i += gridDim.x * kThreads) {
-    const float v = __half2float(__ldcg(in + i));
+    const float v = __half2float(load_written(in + i));
     logits[i] = v;
     const Best one = best_of(v, i);
     mine = one > mine ? one : mine;

@@ -80,8 +80,8 @@ __device__ __forceinline__ void make_row(half* target, const half* source,
   for (int i = 0; i < PAIRS; ++i) {
     const int pair = lane + kWarp * i;
     if (pair < half_dim) {
-      low[i] = __half2float(__ldcg(source + pair));
-      high[i] = __half2float(__ldcg(source + pair + half_dim));
+      low[i] = __half2float(load_written(source + pair));
+      high[i] = __half2float(load_written(source + pair + half_dim));
     }
     squares += low[i] * low[i] + high[i] * high[i];
   }

@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kResident) fused_linear(const 
   pdl_wait();
 
   if (E == Epilogue::kResidual && finishes) {
-    extra += __half2float(__ldcg(a.y + row));
+    extra += __half2float(load_written(a.y + row));
   }
   float sum[kSlots] = {};
   float squares = 0.0f;

@@ -28,6 +28,13 @@ __device__ __forceinline__ uint4 load_shared_by_blocks(const void* p) {
   return __ldcg(static_cast<const uint4*>(p));
 }
 
+// A half that an earlier kernel of the same step wrote. The toolkit's __ldcg of a half is no
+// volatile access: the compiler may move it before the dependent-launch wait, or before a bounds
+// check.
+__device__ __forceinline__ half load_written(const half* p) {
+  return __ushort_as_half(__ldcg(reinterpret_cast<const unsigned short*>(p)));
+}
+
 // Eight packed halves to FP32.
 __device__ __forceinline__ void unpack8(uint4 packed, float (&f)[8]) {
   const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
