@@ -210,13 +210,15 @@ def sanitizer_fault(done: Done) -> str:
         return f"no end after {done.seconds:.0f} s"
     # What kind of summary a tool prints is its own affair; all of them name a number.
     summaries = re.findall(r"SUMMARY: (.*)", done.output)
-    clean = bool(summaries) and all(re.match(r"0 (errors|hazards)\b", s) for s in summaries)
+    faults = [s for s in summaries if not re.match(r"0 (errors|hazards)\b", s)]
     called = re.search(r"sanitize\.py: (\d+) calls .* 0 wrong", done.output)
-    if done.status == 0 and clean and called is not None and int(called.group(1)) > 0:
-        return ""
+    if faults:
+        return faults[0]
     if not summaries:
         return f"exit status {done.status} and no summary"
-    return summaries[-1] if not clean else f"exit status {done.status}"
+    if done.status == 0 and called is not None and int(called.group(1)) > 0:
+        return ""
+    return f"exit status {done.status}"
 
 
 # --- bench ----------------------------------------------------------------------------------------

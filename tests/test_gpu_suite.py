@@ -69,6 +69,11 @@ CALLED = "sanitize.py: 90 calls of 16 files, 4 refused, 0 wrong\n"
         (0, CALLED + "== RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", ""),
         (99, CALLED + "========= ERROR SUMMARY: 12 errors", "12 errors"),
         (0, CALLED + "========= ERROR SUMMARY: 10 errors", "10 errors"),
+        (
+            1,
+            "ERROR SUMMARY: 485 errors\n= ERROR SUMMARY: 385 errors were not printed",
+            "485 errors",
+        ),
         (1, CALLED + "========= ERROR SUMMARY: 0 errors", "exit status 1"),
         (0, "========= ERROR SUMMARY: 0 errors", "exit status 0"),
         (0, CALLED.replace("90", "0") + "========= ERROR SUMMARY: 0 errors", "exit status 0"),
