@@ -210,7 +210,7 @@ def sanitizer_fault(done: Done) -> str:
         return f"no end after {done.seconds:.0f} s"
     # What kind of summary a tool prints is its own affair; all of them name a number.
     summaries = re.findall(r"SUMMARY: (.*)", done.output)
-    faults = [s for s in summaries if not re.match(r"0 (errors|hazards)\b", s)]
+    faults: list[str] = [s for s in summaries if not re.match(r"0 (errors|hazards)\b", s)]
     called = re.search(r"sanitize\.py: (\d+) calls .* 0 wrong", done.output)
     if faults:
         return faults[0]
