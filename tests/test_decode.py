@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import minidecode
 from minidecode import models
+from minidecode.config import ModelConfig
 from minidecode.decode import PREFILL_CHUNK, Decoder
 from minidecode.errors import MinidecodeError, UsageError
 from minidecode.kernels import registry
@@ -258,7 +259,7 @@ class Bench:
 
 def bench(window: int | None = None, **fields: Any) -> Bench:
     family = models.family("llama")
-    config = models.ModelConfig.from_hf({**family.tiny, **fields}, family.defaults)
+    config = ModelConfig.from_hf({**family.tiny, **fields}, family.defaults)
     config = dataclasses.replace(config, windows=(window,) * config.num_layers)
     blueprint = family.blueprint(config)
     stage = next(s for _, s in blueprint.stages() if isinstance(s, Attention))
@@ -341,7 +342,7 @@ def test_large_scores_stay_finite(n: int) -> None:
 def test_rope_table_at_long_positions(kind: str) -> None:
     extra = {"rope_scaling": LLAMA3} if kind == "llama3" else {}
     family = models.family("llama")
-    config = models.ModelConfig.from_hf(
+    config = ModelConfig.from_hf(
         {**family.tiny, "head_dim": 128, "rope_theta": 10_000.0, **extra}, family.defaults
     )
     capacity = 140_000

@@ -146,7 +146,7 @@ def test_last_row_of_a_large_head(random: torch.Generator, n: int) -> None:
     w, x, norm = halves(random, n, 64), halves(random, 64), halves(random, 64)
     inputs = x.double() / (x.double().square().mean() + EPS).sqrt() * norm.double()
     expected, terms = w.double() @ inputs, w.double().abs() @ inputs.abs()
-    for tile in (default_tile(n, 64), *tile_candidates(64, sm90())[-3:]):
+    for tile in (default_tile(n, 64, sm90()), *tile_candidates(64, sm90())[-3:]):
         logits = nan(n, dtype=torch.float32)
         best = torch.zeros(1, dtype=torch.int64, device="cuda")
         step.fused_linear(
@@ -548,7 +548,7 @@ def test_on_a_side_stream_and_in_a_graph_with_other_inputs(random: torch.Generat
     w, x, norm = halves(random, 960, 576), halves(random, 576), halves(random, 576)
     y = nan(960)
     launch = step.fused_linear(
-        step.NORM_LINEAR, default_tile(960, 576), w=w, x=x, y=y, norm=norm, eps=EPS
+        step.NORM_LINEAR, default_tile(960, 576, sm90()), w=w, x=x, y=y, norm=norm, eps=EPS
     )
     launch()
     expected = [y.clone()]
