@@ -4,12 +4,11 @@
 //
 // Output first, six arguments, a status returned. The function
 //   - only enqueues work on `stream`: it is captured into a CUDA graph, so it does not allocate,
-//   synchronise or
-//     touch another stream;
-//   - takes any n, k >= 1 and any alignment that the element type allows, or returns
-//   cudaErrorNotSupported
-//     for what it does not handle, and then has enqueued nothing;
-//   - returns the status of its launch (minidecode::launch does).
+//     synchronise or touch another stream;
+//   - takes any n, k >= 1 and any alignment that the element type allows. For what it does not
+//     handle it returns cudaErrorNotSupported and has enqueued nothing;
+//   - returns the status of its launch (minidecode::launch does);
+//   - may read w before the kernels ahead of it have finished: nothing in a step writes weights.
 //
 // A file exports the half version, the float version, or both.
 #pragma once
