@@ -254,7 +254,7 @@ def resolve(spec: str, also: Sequence[str] = ()) -> Gemv:
     if spec.endswith(".py"):
         there = ", ".join(_functions(_parse(_existing(spec)))) or "none"
         raise UsageError(f"say which function: {spec}:NAME (functions there: {there})")
-    names = [*also, *known]
+    names = list(dict.fromkeys([*also, *known]))
     close = difflib.get_close_matches(spec, names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise UsageError(
