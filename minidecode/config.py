@@ -188,11 +188,6 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def heads_per_kv(self) -> int:
-        """How many query heads share one KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    @property
     def layer_parameters(self) -> int:
         """Weights, biases and norms of one layer, in elements."""
         h, m, q, kv = self.hidden_size, self.intermediate_size, self.q_size, self.kv_size
@@ -226,10 +221,6 @@ class ModelConfig:
         """
         seen = sum(pos + 1 if w is None else min(pos + 1, w) for w in self.windows)
         return FP16_BYTES * 2 * self.kv_size * seen
-
-    def kv_cache_bytes(self, positions: int) -> int:
-        """FP16 bytes of a K and V cache that holds `positions` tokens in every layer."""
-        return FP16_BYTES * 2 * self.kv_size * self.num_layers * positions
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Timers: on the CPU against calls of known length, and the order of interleaved runs."""
+"""Timers: on the CPU against calls of known length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minidecode.bench import stats, timer
+from minidecode.bench import timer
 from minidecode.errors import MinidecodeError
 
 
@@ -36,32 +36,6 @@ def test_time_rotation_runs_every_call_equally_often() -> None:
     assert 1_000 <= timing.median_us < 20_000
     assert log == ["a", "b", "c"] * (len(log) // 3)
     assert len(timing.samples_us) == 4
-
-
-def test_interleaved_alternates_and_keeps_the_arms_apart() -> None:
-    log: list[str] = []
-    done: list[int] = []
-    a, b = timer.interleaved(
-        sleeper(1e-3, log, "a"),
-        sleeper(20e-3, log, "b"),
-        "cpu",
-        rounds=4,
-        warmup=1,
-        on_round=done.append,
-    )
-    assert "".join(log) == "ab" + "ab" + "ba" + "ab" + "ba"
-    assert done == [1, 2, 3, 4]
-    assert len(a) == len(b) == 4
-    assert 1_000 <= stats.median(a) < 20_000 <= stats.median(b)
-
-
-def test_interleaved_divides_by_the_inner_calls() -> None:
-    log: list[str] = []
-    a, _ = timer.interleaved(
-        sleeper(1e-3, log, "a"), sleeper(1e-3, log, "b"), "cpu", rounds=2, inner=3, warmup=0
-    )
-    assert "".join(log) == "aaabbb" + "bbbaaa"
-    assert 1_000 <= stats.median(a) < 9_000
 
 
 def test_copies_go_beyond_the_cache() -> None:
@@ -113,8 +87,6 @@ def test_graph_timing_on_the_gpu() -> None:
     replay()
     torch.cuda.synchronize()
     assert all(torch.isfinite(out) for out in outs)
-    a, b = timer.interleaved(replay, replay, "cuda", rounds=20)
-    assert stats.paired_ratio(a, b).value == pytest.approx(1.0, abs=0.02)
 
 
 @pytest.mark.gpu

@@ -98,7 +98,7 @@ def fused_linear_expected(
 @pytest.mark.parametrize("k", [64, 576, 2048, 4096, 14_336])
 def test_fused_linear_with_every_tile(random: torch.Generator, stem: str, k: int) -> None:
     tiles = tile_candidates(k, sm90())
-    step.build_fused_linears((stem, tile) for tile in tiles)
+    step.compile_kernels((stem, tile) for tile in tiles)
     for rows, with_bias in ((1, True), (7, False), (130, True), (1001, False)):
         n = 2 * rows if stem == step.NORM_SWIGLU else rows
         w, x = halves(random, n, k, scale=k**-0.5), halves(random, k)

@@ -63,7 +63,7 @@ def tune_step(decoder: Decoder, depth: int, progress: Progress, *, tiles: bool =
     steps = list(_coordinates(decoder, best, depth, tiles))
     total = sum(len(candidates) for _, candidates in steps)
     progress(0.0, "compiling candidates")
-    step.build_fused_linears(
+    step.compile_kernels(
         (file_of(key.split()[0]), tile)
         for key, candidates in steps
         for choice in candidates

@@ -27,6 +27,9 @@ LINEAR_RESIDUAL = "linear_residual"
 NORM_SWIGLU = "norm_linear_swiglu"
 NORM_LOGITS = "norm_linear_logits"
 
+# The other files of a step.
+_HELPERS = ("helpers", "attention", "attention_any", "next_token", "sample")
+
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
@@ -229,9 +232,10 @@ def _attention_args(
     return args, tuple(t for t in tensors if t is not None)
 
 
-def build_fused_linears(wanted: Iterable[tuple[str, Tile]]) -> None:
-    """Compile these (file, tile) pairs side by side."""
-    build.run_builds([_tile_build(stem, tile) for stem, tile in dict.fromkeys(wanted)])
+def compile_kernels(fused: Iterable[tuple[str, Tile]] = ()) -> None:
+    """Compile the kernels of a step side by side: those without tiles, and these (file, tile)."""
+    wanted = [*((stem, None) for stem in _HELPERS), *dict.fromkeys(fused)]
+    build.run_builds([_build_of(stem, tile) for stem, tile in wanted])
 
 
 def fused_linear(
@@ -255,7 +259,7 @@ def fused_linear(
     if x.numel() != k:
         raise MinidecodeError(f"{stem}: x has {x.numel()} elements, w has {k} columns")
     args = _FusedLinear(*(_p(t) for t in tensors), n, k, eps)
-    library = build.run_builds([_tile_build(stem, tile)])[0]
+    library = build.run_builds([_build_of(stem, tile)])[0]
     function = _function(library, "minidecode_fused_linear")
     what = f"{_source(stem)} with {tile.spelled} for n={n}, k={k}"
     # The library is compiled with one tile: number 0.
@@ -263,25 +267,15 @@ def fused_linear(
 
 
 @functools.cache
-def _tile_build(stem: str, tile: Tile) -> build.BuildPlan:
+def _build_of(stem: str, tile: Tile | None = None) -> build.BuildPlan:
+    fields = {} if tile is None else asdict(tile)
     # One macro a field: nvcc takes a comma in -D for the end of the definition.
-    flags = [f"-DMINIDECODE_{name.upper()}={value}" for name, value in asdict(tile).items()]
+    flags = [f"-DMINIDECODE_{name.upper()}={value}" for name, value in fields.items()]
     return build.plan_build(_source(stem), extra_flags=flags)
 
 
 def _source(stem: str) -> Path:
     return build.cuda_sources() / "step" / f"{stem}.cu"
-
-
-@functools.cache
-def _library(stem: str) -> ctypes.CDLL:
-    return build.build(_source(stem))
-
-
-def build_helpers() -> None:
-    """Compile everything here that has no tiles, side by side."""
-    stems = ("helpers", "attention", "attention_any", "next_token", "sample")
-    build.build_many([_source(stem) for stem in stems])
 
 
 def _function(library: ctypes.CDLL, symbol: str) -> Callable[..., int]:
@@ -297,7 +291,7 @@ def _bound(
     held: tuple[torch.Tensor, ...],
     device: torch.device | None = None,
 ) -> Launch:
-    library = _library(stem)
+    library = build.run_builds([_build_of(stem)])[0]
     function = _function(library, symbol)
     passed = tuple(ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments)
     where = held[0].device if device is None else device

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from minidecode.errors import MissingError, UsageError
-from minidecode.kernels import registry, tune
+from minidecode.kernels import registry, step, tune
 from minidecode.kernels.registry import Gemv
 from minidecode.kernels.tiles import Choices
 from minidecode.models.stages import (
@@ -157,6 +157,8 @@ def build_plan(
         if kernels.engine == "fused":
             fused = [s for _, s in blueprint.stages() if _swap_of(kernels, s) is None]
             whole = Fused(fused, weights, state, helpers, chosen)
+        else:
+            step.compile_kernels()
     if kernels.engine == "torch":
         whole = Reference(weights, state)
     composed = Composed(weights, state, helpers)

@@ -46,7 +46,7 @@ class Fused:
             for stage in stages
             if not isinstance(stage, Attention) and self.takes(stage)
         }
-        step.build_fused_linears((file_of(kind), tile) for kind, tile in self._tiles.items())
+        step.compile_kernels((file_of(kind), tile) for kind, tile in self._tiles.items())
 
     def takes(self, stage: Stage) -> bool:
         """Whether the fused kernels handle this size: 16-byte rows, and gate/up in pairs."""

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kResident) fused_linear(const 
   constexpr int kThreads = T::kThreads, kRows = T::kRows, kUnroll = T::kUnroll;
   constexpr int kStaged = T::kStaged, kAll = T::kAll, kSlots = T::kSlots;
   constexpr int kWarps = kThreads / kWarp;
-  static_assert(kAll <= kWarp, "one lane of the last warp finishes each row");
+  static_assert(kAll <= kWarp, "one lane of the first warp finishes each row");
   static_assert(E != Epilogue::kSwiglu || kAll % 2 == 0, "gate and up rows come in pairs");
 
   extern __shared__ __align__(128) unsigned char staged_bytes[];
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kResident) fused_linear(const 
       if (NORM) gain[u] = __ldg(norm + c);
     }
   }
-  // The last warp's job is one row a lane; what it needs besides sums is loaded early.
+  // The first warp finishes, one row a lane; what it needs besides sums is loaded early.
   const bool finishes = tid < kAll && row_exists<E, kAll>(a.n, tid);
   const int row = finishes ? row_of<E, kAll>(a.n, tid) : 0;
   float extra = 0.0f;
