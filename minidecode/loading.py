@@ -12,6 +12,7 @@ from minidecode import checkpoint, models
 from minidecode.decode import Decoder
 from minidecode.errors import MinidecodeError, MissingError, UsageError
 from minidecode.models import synthetic
+from minidecode.models.stages import Blueprint
 from minidecode.plan import kernel_set
 from minidecode.weights import Weights
 
@@ -44,31 +45,15 @@ def load(
     directory: Path | None = None
     if spec.startswith(synthetic.PREFIX):
         config = synthetic.config(spec.removeprefix(synthetic.PREFIX))
-        blueprint = models.family(config.model_type).blueprint(config)
-        _check_room(blueprint_bytes=2 * config.parameters, device=where, name=spec)
-        weights = Weights.random(blueprint, where)
     else:
         directory = checkpoint.resolve_model(spec)
         config = models.load_config(directory)
-        opened = checkpoint.open_checkpoint(directory)
-        blueprint = models.family(config.model_type).blueprint(config)
-        _check_room(blueprint_bytes=2 * config.parameters, device=where, name=spec)
-        total, done = max(opened.fp16_bytes(), 1), 0
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if progress is not None:
-                progress(done / total, f"loading {directory.name if directory else spec}")
-
-        weights = Weights.from_checkpoint(
-            blueprint,
-            where,
-            {name: shape for name, (_, shape) in opened.names().items()},
-            opened.tensors,
-            str(directory),
-            advance,
-        )
+    blueprint = models.family(config.model_type).blueprint(config)
+    _check_room(2 * config.parameters, where, spec)
+    if directory is None:
+        weights = Weights.random(blueprint, where)
+    else:
+        weights = _read(directory, blueprint, where, progress)
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     return Decoder(
@@ -108,13 +93,36 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _check_room(*, blueprint_bytes: int, device: torch.device, name: str) -> None:
-    """Refuse a model that cannot fit the GPU, before anything is read."""
+def _read(
+    directory: Path, blueprint: Blueprint, device: torch.device, progress: Progress | None
+) -> Weights:
+    """The weights of a model directory, with the share of bytes read as progress."""
+    opened = checkpoint.open_checkpoint(directory)
+    total, done = max(opened.fp16_bytes(), 1), 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done / total, f"loading {directory.name}")
+
+    return Weights.from_checkpoint(
+        blueprint,
+        device,
+        {name: shape for name, (_, shape) in opened.names().items()},
+        opened.tensors,
+        str(directory),
+        advance,
+    )
+
+
+def _check_room(needed: int, device: torch.device, name: str) -> None:
+    """Refuse weights of `needed` bytes that cannot fit the GPU, before any is read."""
     if device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(device)
-    if blueprint_bytes > free:
+    if needed > free:
         raise MinidecodeError(
-            f"{name} needs {blueprint_bytes / 2**30:.1f} GiB for its weights, "
+            f"{name} needs {needed / 2**30:.1f} GiB for its weights, "
             f"{device} has {free / 2**30:.1f} GiB free"
         )

@@ -41,3 +41,17 @@ def step(decoder: Decoder, runner: Runner, token: int, position: int) -> torch.T
     decoder.state.logits.fill_(float("nan"))
     runner.eager()
     return decoder.state.logits.cpu().clone()
+
+
+def check_closing(decoder: Decoder, kept: int, n: int) -> None:
+    """Closing generate() after `kept` of n tokens leaves right statistics and a usable decoder."""
+    expected = list(decoder.generate(IDS, n))
+    tokens = decoder.generate(IDS, n)
+    assert [next(tokens) for _ in range(kept)] == expected[:kept]
+    tokens.close()
+    assert decoder.last is not None
+    assert (decoder.last.stop_reason, decoder.last.n_gen) == ("stop", kept)
+    hash_then = decoder.last.logits_hash
+    assert list(decoder.generate(IDS, kept)) == expected[:kept]
+    assert decoder.last.logits_hash == hash_then
+    assert list(decoder.generate(IDS, n)) == expected

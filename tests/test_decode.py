@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from decoding import IDS, relative_error, token_by_token
+from decoding import IDS, check_closing, relative_error, token_by_token
 from safetensors.torch import load_file
 
 import minidecode
@@ -664,16 +664,7 @@ def test_logits_hash_is_of_the_last_pick(made: Callable[..., tiny.Tiny]) -> None
 @pytest.mark.parametrize("kept", [1, 4])
 def test_closing_the_iterator(made: Callable[..., tiny.Tiny], kept: int) -> None:
     decoder = load(made().directory)
-    expected = list(decoder.generate(IDS, 12))
-    tokens = decoder.generate(IDS, 12)
-    assert [next(tokens) for _ in range(kept)] == expected[:kept]
-    tokens.close()
-    assert decoder.last is not None
-    assert (decoder.last.stop_reason, decoder.last.n_gen) == ("stop", kept)
-    hash_then = decoder.last.logits_hash
-    assert list(decoder.generate(IDS, kept)) == expected[:kept]
-    assert decoder.last.logits_hash == hash_then
-    assert list(decoder.generate(IDS, 12)) == expected
+    check_closing(decoder, kept, 12)
 
 
 def test_a_full_cache_is_an_error(made: Callable[..., tiny.Tiny]) -> None:

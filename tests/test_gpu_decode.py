@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from decoding import IDS, relative_error, step, token_by_token
+from decoding import IDS, check_closing, relative_error, step, token_by_token
 
 import minidecode
 from minidecode import example
@@ -419,16 +419,7 @@ def test_context_limit(made: Callable[..., tiny.Tiny]) -> None:
 @pytest.mark.parametrize("kept", [1, 5, 12])
 def test_closing_the_iterator(made: Callable[..., tiny.Tiny], kept: int) -> None:
     decoder = load(made(seed=26).directory)
-    expected = list(decoder.generate(IDS, 60))
-    tokens = decoder.generate(IDS, 60)
-    assert [next(tokens) for _ in range(kept)] == expected[:kept]
-    tokens.close()
-    assert decoder.last is not None
-    assert (decoder.last.stop_reason, decoder.last.n_gen) == ("stop", kept)
-    hash_then = decoder.last.logits_hash
-    assert list(decoder.generate(IDS, kept)) == expected[:kept]
-    assert decoder.last.logits_hash == hash_then
-    assert list(decoder.generate(IDS, 60)) == expected
+    check_closing(decoder, kept, 60)
 
 
 def test_statistics(made: Callable[..., tiny.Tiny]) -> None:

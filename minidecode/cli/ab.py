@@ -9,7 +9,6 @@ from minidecode.cli import measure, options
 from minidecode.cli.progress import Progress
 from minidecode.errors import SlowerError, UsageError
 
-DEPTH = 128
 ROUNDS = 20
 # Steps of one sample: about a tenth of a second either way.
 STEPS = {"cuda": 64, "cpu": 4}
@@ -35,14 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"tokens of one sample (default {STEPS['cuda']}, on the CPU {STEPS['cpu']})",
     )
-    parser.add_argument(
-        "-d",
-        dest="depth",
-        type=measure.count,
-        default=DEPTH,
-        metavar="N",
-        help=f"tokens in the cache before (default {DEPTH})",
-    )
+    measure.add_depth(parser)
     parser.add_argument(
         "--rounds",
         type=options.positive,

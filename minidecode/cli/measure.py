@@ -20,6 +20,21 @@ if TYPE_CHECKING:
     from minidecode.records import Environment
 
 
+DEPTH = 128
+
+
+def add_depth(parser: argparse.ArgumentParser) -> None:
+    """`-d N`, one number of tokens; in `args.depth`."""
+    parser.add_argument(
+        "-d",
+        dest="depth",
+        type=count,
+        default=DEPTH,
+        metavar="N",
+        help=f"tokens in the cache before (default {DEPTH})",
+    )
+
+
 def load(args: argparse.Namespace, kernel: str | None, progress: Progress) -> Decoder:
     """The decoder of `args.model` on `args.device` with `kernel` as its own."""
     asked = {**vars(args), "kernel": kernel, "max_context": None}

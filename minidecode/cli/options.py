@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from minidecode.cli.progress import Progress
     from minidecode.decode import Decoder
 
-# Kernel sets that are whole engines, not one GEMV.
-ENGINES = ("fused", "torch")
 SYNTHETIC = "synthetic:"
 MODEL_HELP = "directory, owner/name, synthetic:NAME or example (default: %(default)s)"
 
@@ -43,8 +41,8 @@ def check_kernel(spec: str | None) -> None:
     """UsageError for a kernel that is not there: known before torch is imported or a model read."""
     from minidecode.kernels import registry
 
-    if spec not in (None, *ENGINES):
-        registry.resolve(spec, also=ENGINES)
+    if spec not in (None, *registry.ENGINES):
+        registry.resolve(spec, also=registry.ENGINES)
 
 
 def check_device(name: str) -> None:

@@ -9,7 +9,6 @@ from minidecode.cli import measure, options
 from minidecode.cli.progress import Progress
 from minidecode.errors import MissingError, UsageError
 
-DEPTH = 128
 # Formats that a file can have, with what each is good for.
 FILES = {
     "html": "one page to look at and pass on",
@@ -30,14 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OP,…",
         help="with --vs: swap only these linear layers: qkv, o, gate_up, down, head",
     )
-    parser.add_argument(
-        "-d",
-        dest="depth",
-        type=measure.count,
-        default=DEPTH,
-        metavar="N",
-        help=f"tokens in the cache (default {DEPTH})",
-    )
+    measure.add_depth(parser)
     parser.add_argument("--layers", action="store_true", help="a line an op in the table, too")
     for name, purpose in FILES.items():
         parser.add_argument(f"--{name}", metavar="F", help=f"{purpose}; - is stdout, with no table")

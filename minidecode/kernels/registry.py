@@ -32,6 +32,9 @@ from minidecode.kernels.ops import DTYPES, NotSupportedError, dtype_name
 if TYPE_CHECKING:
     import torch
 
+# Kernel sets that are whole engines and no single GEMV; the plan makes them.
+ENGINES = ("fused", "torch")
+
 SYMBOLS: dict[str, str] = {"fp16": "minidecode_gemv", "fp32": "minidecode_gemv_f32"}
 
 # cudaError_t values that have a meaning here.

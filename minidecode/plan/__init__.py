@@ -13,7 +13,7 @@ import torch
 
 from minidecode.errors import MissingError, UsageError
 from minidecode.kernels import registry, step, tune
-from minidecode.kernels.registry import Gemv
+from minidecode.kernels.registry import ENGINES, Gemv
 from minidecode.kernels.tiles import Choices
 from minidecode.models.stages import (
     LINEAR_KINDS,
@@ -25,15 +25,12 @@ from minidecode.models.stages import (
 from minidecode.plan.composed import Composed
 from minidecode.plan.cuda import CudaHelpers
 from minidecode.plan.fused import Fused
-from minidecode.plan.op import Engine, Op
+from minidecode.plan.op import Engine, Op, naming_itself
 from minidecode.plan.reference import Reference, TorchHelpers
 from minidecode.plan.state import State
 from minidecode.weights import Weights
 
 __all__ = ["KernelSet", "Op", "Plan", "State", "build_plan", "kernel_set", "linear_kinds"]
-
-# Kernel sets that are no single GEMV.
-ENGINES = ("fused", "torch")
 
 # Takes over a stage whose size a fused kernel does not handle.
 FALLBACK_GEMV = "half2_block"
@@ -173,7 +170,7 @@ def build_plan(
     if ops[-1].engine == "composed":
         ops.append(composed.argmax())
     ops += composed.next_token(blueprint.embedding, sampled)
-    return Plan(kernels, tuple(ops))
+    return Plan(kernels, tuple(map(naming_itself, ops)))
 
 
 def _swap_of(kernels: KernelSet, stage: Stage) -> Gemv | None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
-from minidecode.errors import MinidecodeError
+from minidecode.config import FP16_BYTES
 from minidecode.kernels.registry import Gemv
 from minidecode.models.stages import Attention, LinearResidual, NormLinear, Parameter, Stage
-from minidecode.plan.op import FP16_BYTES, Launch, Op, attention_op
+from minidecode.plan.op import Launch, Op, attention_op
 from minidecode.plan.state import State
 from minidecode.weights import Weights
 
@@ -114,7 +114,7 @@ class Composed:
             stage.kind,
             layer,
             stage.weight.shape,
-            _naming(stage.name, gemv.bind(out, weight, inputs)),
+            gemv.bind(out, weight, inputs),
             out,
             "composed",
             gemv.name,
@@ -138,15 +138,3 @@ class Composed:
         kind = kind or name.rpartition(".")[2]
         shape = tuple(out.shape)
         return Op(name, kind, layer, shape, launch, out, "composed", kernel, weight_bytes)
-
-
-def _naming(op: str, launch: Callable[[], None]) -> Launch:
-    """`launch` with the op's name before whatever goes wrong in it."""
-
-    def named() -> None:
-        try:
-            launch()
-        except MinidecodeError as error:
-            raise type(error)(f"{op}: {error}") from error
-
-    return named

@@ -6,7 +6,7 @@ import torch
 
 from minidecode.config import ModelConfig
 from minidecode.kernels import step
-from minidecode.kernels.tiles import Choices, Heads, Split
+from minidecode.kernels.tiles import Choices, Heads
 from minidecode.models.stages import Attention
 from minidecode.plan.op import Launch
 from minidecode.plan.state import State
@@ -40,10 +40,11 @@ class CudaHelpers:
         """out[n] = silu(gate_up[:n]) * gate_up[n:]."""
         return step.swiglu(out, gate_up)
 
-    def cache(self, stage: Attention) -> step.Cache:
-        """What the attention of this layer works on."""
+    def attention(self, stage: Attention) -> Launch:
+        """state.qkv -> state.attention, and the cache grows by one position."""
         s, w = self._state, self._weights
-        return step.Cache(
+        context = min(self._limit, stage.window or self._limit)
+        cache = step.Cache(
             keys=s.keys[stage.layer],
             values=s.values[stage.layer],
             rope=s.rope,
@@ -52,21 +53,10 @@ class CudaHelpers:
             k_norm=None if stage.k_norm is None else w[stage.k_norm],
             window=stage.window,
             eps=s.config.rms_norm_eps,
-            context=self._context(stage),
+            context=context,
         )
-
-    def _context(self, stage: Attention) -> int:
-        return min(self._limit, stage.window or self._limit)
-
-    def split(self, stage: Attention) -> Split:
-        """How this layer's attention is divided."""
-        heads = heads_of(self._state.config)
-        return self._choices.split(heads, self._context(stage))
-
-    def attention(self, stage: Attention) -> Launch:
-        """state.qkv -> state.attention, and the cache grows by one position."""
-        s = self._state
-        return step.attention(s.attention, s.qkv, self.cache(stage), self.split(stage))
+        split = self._choices.split(heads_of(s.config), context)
+        return step.attention(s.attention, s.qkv, cache, split)
 
     def argmax(self, head_out: torch.Tensor) -> Launch:
         """state.logits = head_out in FP32, state.best = the greatest of them."""

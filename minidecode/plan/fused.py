@@ -8,7 +8,7 @@ from minidecode.kernels import step
 from minidecode.kernels.tiles import Choices
 from minidecode.models.stages import Attention, NormLinear, Stage
 from minidecode.plan.cuda import CudaHelpers
-from minidecode.plan.op import Op, attention_op, stage_bytes
+from minidecode.plan.op import Op, attention_op, linear_op
 from minidecode.plan.state import State
 from minidecode.weights import Weights
 
@@ -49,7 +49,7 @@ class Fused:
         step.compile_kernels((file_of(kind), tile) for kind, tile in self._tiles.items())
 
     def takes(self, stage: Stage) -> bool:
-        """Whether the fused kernels handle this size: 16-byte rows, and gate/up in pairs."""
+        """Whether the fused kernels handle this size: rows of whole 16 bytes."""
         return isinstance(stage, Attention) or stage.weight.shape[1] % 8 == 0
 
     def op(self, layer: int | None, stage: Stage) -> Op:
@@ -78,14 +78,4 @@ class Fused:
             best=s.best if is_head else None,
             eps=s.config.rms_norm_eps,
         )
-        return Op(
-            stage.name,
-            stage.kind,
-            layer,
-            stage.weight.shape,
-            launch,
-            out,
-            "fused",
-            file_of(stage.kind),
-            weight_bytes=stage_bytes(stage),
-        )
+        return linear_op(stage, layer, launch, out, "fused", file_of(stage.kind))

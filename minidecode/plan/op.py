@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from minidecode.config import FP16_BYTES
+from minidecode.errors import MinidecodeError
 from minidecode.models.stages import Attention, LinearResidual, NormLinear
 from minidecode.plan.state import State
 
 Engine = Literal["fused", "composed", "torch"]
 Launch = Callable[[], None]
-FP16_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,31 @@ def attention_op(stage: Attention, launch: Launch, state: State, engine: Engine,
         kv_bytes_per_pos=FP16_BYTES * 2 * c.kv_size,
         window=stage.window,
     )
+
+
+def linear_op(
+    stage: NormLinear | LinearResidual,
+    layer: int | None,
+    launch: Launch,
+    output: torch.Tensor,
+    engine: Engine,
+    kernel: str,
+) -> Op:
+    """A linear stage in one op, with all that it reads."""
+    shape = stage.weight.shape
+    return Op(
+        stage.name, stage.kind, layer, shape, launch, output, engine, kernel, stage_bytes(stage)
+    )
+
+
+def naming_itself(op: Op) -> Op:
+    """The op with its name before whatever goes wrong in its launch."""
+    launch = op.launch
+
+    def named() -> None:
+        try:
+            launch()
+        except MinidecodeError as error:
+            raise type(error)(f"{op.name}: {error}") from error
+
+    return replace(op, launch=named)

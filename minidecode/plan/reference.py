@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from minidecode.models.stages import Attention, LinearResidual, NormLinear, Stage
-from minidecode.plan.op import Launch, Op, attention_op, stage_bytes
+from minidecode.plan.op import Launch, Op, attention_op, linear_op
 from minidecode.plan.state import NON_FINITE, State
 from minidecode.sampling import sample
 from minidecode.weights import Weights
@@ -274,17 +274,7 @@ class Reference:
             launch, out = self._norm_linear(stage)
         else:
             launch, out = self._linear_residual(stage), self._state.x
-        return Op(
-            stage.name,
-            stage.kind,
-            layer,
-            stage.weight.shape,
-            launch,
-            out,
-            engine="torch",
-            kernel="torch",
-            weight_bytes=stage_bytes(stage),
-        )
+        return linear_op(stage, layer, launch, out, "torch", "torch")
 
     def _norm_linear(self, stage: NormLinear) -> tuple[Launch, torch.Tensor]:
         """The stage's call and the buffer that it fills."""

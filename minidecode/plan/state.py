@@ -70,11 +70,6 @@ class State:
         # The host's own count of enqueued steps: it never asks the device for the position.
         self.enqueued = 0
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the KV cache."""
-        return self.keys.nbytes + self.values.nbytes
-
     def seek(self, position: int) -> None:
         """Make `position` the next to be processed; forget the tokens picked from there on."""
         if self.device.type == "cuda":

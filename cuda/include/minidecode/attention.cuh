@@ -59,8 +59,8 @@ constexpr int kHeads = 8;  // query heads of a block
 constexpr int kKeys = 16;  // positions of a warp's tile
 constexpr int kMaxStages = 4;
 
-// How many blocks the compiler saves registers for: 0 leaves it to itself, which it does well on
-// sm_90 and for the widest block, where others of these kernels would spill a register.
+// Blocks a multiprocessor that the compiler has to leave registers for. It spills where it chooses
+// for itself (0) on some architectures, and the widest block spills where it is told 1.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int attend_blocks(int, int) { return 0; }
 #else
