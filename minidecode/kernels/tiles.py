@@ -120,11 +120,13 @@ def default_tile(n: int, k: int, sm90: bool) -> Tile:
     On sm_90 short rows and heads do best in shared memory, as measured on an H200.
     """
     pieces = k // 8
+    if n * k >= 2**23 and pieces >= 1024:
+        return Tile(512, 8, resident=2)
     if sm90 and k <= 1024:
         return Tile(128, 0, 1, 4)
     if sm90 and n >= 16 * k and k <= 4096:
         return Tile(256, 0, 1, 8)
-    threads = 128 if pieces <= 256 else 256 if pieces < 1024 else 384
+    threads = 128 if pieces <= 256 else 256
     return Tile(threads, 8 if n * k >= 2**23 else 4)
 
 
@@ -145,61 +147,72 @@ def default_split(heads: Heads, context: int, device: Device) -> Split:
 
 
 def tile_candidates(k: int, sm90: bool) -> list[Tile]:
-    """Tiles worth measuring for rows of k elements."""
+    """Tiles worth measuring for rows of k elements.
+
+    A limit on registers (`resident`) often pays: more blocks wait on the chip with their weights.
+    """
     in_registers = [
-        Tile(threads, rows, unroll)
-        for threads, rows, unroll in (
-            (64, 4, 1),
-            (64, 4, 2),
-            (96, 4, 1),
-            (128, 2, 2),
-            (128, 4, 1),
-            (128, 4, 2),
-            (128, 8, 1),
-            (192, 4, 1),
-            (192, 8, 1),
-            (256, 2, 2),
-            (256, 4, 1),
-            (256, 4, 2),
-            (256, 8, 1),
-            (384, 8, 1),
-            (512, 2, 2),
-            (512, 4, 1),
-            (512, 8, 1),
+        Tile(threads, rows, unroll, 0, resident)
+        for threads, rows, unroll, resident in (
+            (64, 4, 1, 16),
+            (64, 4, 2, 14),
+            (96, 4, 1, 8),
+            (96, 8, 1, 8),
+            (128, 2, 2, 8),
+            (128, 4, 1, 8),
+            (128, 4, 2, 7),
+            (128, 8, 1, 5),
+            (128, 8, 1, 7),
+            (192, 4, 1, 4),
+            (192, 8, 1, 4),
+            (256, 2, 2, 4),
+            (256, 4, 1, 3),
+            (256, 4, 1, 4),
+            (256, 4, 2, 3),
+            (256, 8, 1, 3),
+            (256, 8, 1, 4),
+            (384, 8, 1, 1),
+            (384, 8, 1, 2),
+            (448, 8, 1, 2),
+            (512, 2, 2, 2),
+            (512, 4, 1, 2),
+            (512, 8, 1, 2),
         )
     ]
     in_shared = [
-        Tile(threads, 0, 1, staged)
-        for threads, staged in (
-            (64, 2),
-            (64, 4),
-            (128, 2),
-            (128, 4),
-            (128, 6),
-            (128, 8),
-            (128, 16),
-            (128, 32),
-            (256, 2),
-            (256, 4),
-            (256, 8),
-            (256, 16),
-            (256, 32),
-            (512, 2),
-            (512, 4),
-            (512, 8),
+        Tile(threads, 0, 1, staged, resident)
+        for threads, staged, resident in (
+            (64, 2, 8),
+            (64, 4, 8),
+            (128, 2, 8),
+            (128, 4, 1),
+            (128, 4, 8),
+            (128, 8, 7),
+            (128, 16, 3),
+            (256, 2, 1),
+            (256, 4, 1),
+            (256, 4, 6),
+            (256, 8, 1),
+            (256, 8, 4),
+            (256, 16, 2),
+            (512, 2, 1),
+            (512, 4, 2),
+            (512, 8, 1),
+            (512, 8, 2),
         )
     ]
     # Both memories of the multiprocessor at once: more of the layer waits on the chip.
     mixed = [
-        Tile(256, 2, 2, 6, 4),
+        Tile(128, 2, 1, 2, 8),
+        Tile(256, 2, 1, 2, 4),
         Tile(256, 2, 1, 6, 4),
+        Tile(256, 2, 2, 6, 4),
         Tile(256, 4, 1, 4, 4),
         Tile(256, 4, 2, 4, 3),
         Tile(256, 4, 2, 12, 2),
-        Tile(256, 2, 2, 14, 2),
-        Tile(512, 4, 1, 12, 2),
-        Tile(512, 4, 1, 4, 2),
         Tile(512, 2, 1, 2, 2),
+        Tile(512, 4, 1, 4, 2),
+        Tile(512, 4, 1, 12, 2),
     ]
     return [t for t in in_registers + in_shared + mixed if t.fits(k, sm90)]
 
@@ -208,7 +221,7 @@ def split_candidates(heads: Heads, device: Device) -> list[Split]:
     """Splits of the attention worth measuring."""
     return [
         Split(splits, warps, device.sm90 and splits > 1)
-        for warps in (4, 8, 16)
+        for warps in ((4, 8, 16) if device.sm90 else (4, 8))
         for splits in (1, 2, 4, 8, 16)
         if splits == 1 or splits * heads.groups <= 2 * device.sms
     ]
