@@ -417,7 +417,7 @@ def _from_layer_types(types: object, layers: int, window: int | None) -> tuple[i
         "sliding_attention": lambda: window,
     }
     for layer, kind in enumerate(types):
-        if kind not in of:
+        if not isinstance(kind, str) or kind not in of:
             raise MinidecodeError(f"config.json: layer_types[{layer}] is {kind!r}, not supported")
         if kind == "sliding_attention" and window is None:
             raise MinidecodeError(

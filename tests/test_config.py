@@ -176,7 +176,7 @@ def test_qwen_layer_types_decide():
     on = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     mixed = ["sliding_attention", "full_attention"]
     assert parse(raw_config("qwen2", **on, layer_types=mixed)).windows == (4, None)
-    for bad in (["sliding_attention"], ["chunked_attention"] * 2, "full", [None, None]):
+    for bad in (["sliding_attention"], ["chunked_attention"] * 2, "full", [None, None], [[], {}]):
         with pytest.raises(MinidecodeError, match="layer_types"):
             parse(raw_config("qwen2", **on, layer_types=bad))
     with pytest.raises(MinidecodeError, match=r"layer_types\[0\].*sliding_window is off"):
