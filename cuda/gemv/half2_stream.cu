@@ -19,48 +19,47 @@ using minidecode::Tile;
 
 using Launch = cudaError_t (*)(const FusedLinear&, cudaStream_t);
 
-template <typename T>
-constexpr Launch kRun = minidecode::launch_fused_linear<minidecode::Epilogue::kStore, false, T>;
-
+// A tile for matrices of at least `least_n` rows and at most `most_k` columns.
 struct Rule {
   int least_n;
   int most_k;
+  bool staged;  // by bulk copies, which takes sm_90
   Launch launch;
 };
 
-// The first rule that a shape meets is its tile: threads, rows in registers, loads of each that a
-// thread has in flight, rows staged by bulk copies. Heads are best staged, which takes sm_90. Many
-// rows want small blocks, of which a multiprocessor holds more, and long rows large ones; few rows
-// are split finer, or there is no block for every multiprocessor.
-constexpr Rule kStaged[] = {
-    {32768, 1024, kRun<Tile<128, 0, 1, 4>>},  // heads of hidden size 1024
-    {32768, 2048, kRun<Tile<128, 0, 1, 8>>},  // 2048
-    {32768, 4096, kRun<Tile<256, 0, 1, 8>>},  // and 4096
-};
-constexpr Rule kRegisters[] = {
-    {8192, 2048, kRun<Tile<128, 8, 1, 0>>},     // gate and up of a 1B
-    {1, 1024, kRun<Tile<128, 4, 1, 0>>},        // all layers of a 135M
-    {2560, 2048, kRun<Tile<192, 4, 1, 0>>},     // qkv of a 1B
-    {1024, 2048, kRun<Tile<256, 8, 1, 0>>},     // o of a 1B
-    {2048, 3072, kRun<Tile<192, 8, 1, 0>>},     // a 3B: 384 pieces are two a thread
-    {16384, 4096, kRun<Tile<192, 8, 1, 0>>},    // gate and up of an 8B
-    {2048, 4096, kRun<Tile<256, 8, 1, 0>>},     // qkv and o of an 8B
-    {4096, 8192, kRun<Tile<256, 8, 1, 0>>},     // 8192 squared
-    {2048, INT_MAX, kRun<Tile<512, 8, 1, 0>>},  // down of all
-    {1, INT_MAX, kRun<Tile<256, 4, 1, 0>>},     // few and long rows
-};
-
-template <int COUNT>
-Launch first_that_holds(const Rule (&rules)[COUNT], int n, int k) {
-  for (const Rule& rule : rules) {
-    if (n >= rule.least_n && k <= rule.most_k) return rule.launch;
-  }
-  return nullptr;
+template <typename T>
+constexpr Rule rule(int least_n, int most_k) {
+  using minidecode::Epilogue;
+  return {least_n, most_k, T::kStaged > 0,
+          minidecode::launch_fused_linear<Epilogue::kStore, false, T>};
 }
 
+// The first rule that a shape meets is its tile: threads, rows in registers, loads of each that a
+// thread has in flight, rows staged by bulk copies, blocks on a multiprocessor. Heads are best
+// staged. Many rows want small blocks, of which a multiprocessor holds more, and long rows large
+// ones; few rows are split finer, or there is no block for every multiprocessor.
+constexpr Rule kRules[] = {
+    rule<Tile<64, 8, 1, 0, 12>>(32768, 1024),  // head of a 135M
+    rule<Tile<128, 0, 1, 8>>(32768, 2048),     // of a 1B
+    rule<Tile<256, 0, 1, 8>>(32768, 4096),     // of a 3B to 8B
+    rule<Tile<128, 8, 1, 0>>(8192, 2048),      // gate and up of a 1B
+    rule<Tile<128, 4, 1, 0>>(1, 1024),         // all layers of a 135M
+    rule<Tile<192, 4, 1, 0>>(2560, 2048),      // qkv of a 1B
+    rule<Tile<256, 8, 1, 0>>(1024, 2048),      // o of a 1B
+    rule<Tile<192, 8, 1, 0>>(2048, 3072),      // a 3B: 384 pieces are two a thread
+    rule<Tile<192, 8, 1, 0>>(16384, 4096),     // gate and up of an 8B
+    rule<Tile<256, 8, 1, 0>>(2048, 4096),      // qkv and o of an 8B
+    rule<Tile<256, 8, 1, 0>>(4096, 8192),      // 8192 squared
+    rule<Tile<512, 8, 1, 0>>(2048, INT_MAX),   // down of all
+    rule<Tile<256, 4, 1, 0>>(1, INT_MAX),      // few and long rows
+};
+
 Launch tile_for(int n, int k) {
-  const Launch staged = minidecode::has_pdl() ? first_that_holds(kStaged, n, k) : nullptr;
-  return staged != nullptr ? staged : first_that_holds(kRegisters, n, k);
+  const bool bulk_copies = minidecode::has_pdl();
+  for (const Rule& one : kRules) {
+    if (n >= one.least_n && k <= one.most_k && (bulk_copies || !one.staged)) return one.launch;
+  }
+  return nullptr;  // not reached: the last rule holds
 }
 
 // Where 16-byte loads would be misaligned: a warp a row, in pieces of two elements or one.
