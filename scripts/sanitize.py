@@ -203,6 +203,7 @@ def end_calls() -> Iterator[Call]:
             np.zeros(logits.size, np.uint8),
             one,
             np.frombuffer(packed, np.uint8),
+            np.zeros((logits.size, 2), np.uint32),
             logits.size,
         )
         yield Call("step/sample.cu", "minidecode_sample", (Struct(fields),))

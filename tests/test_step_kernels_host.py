@@ -693,6 +693,7 @@ def draw(
     seen: Sequence[int] = (),
     position: int = 5,
     order: int = 0,
+    capability: tuple[int, int] = (9, 0),
 ) -> int:
     """What minidecode_sample leaves in `best`."""
     marks = np.zeros(logits.size, np.uint8)
@@ -708,10 +709,15 @@ def draw(
     parameters = constant(np.frombuffer(bytearray(packed), np.uint8).copy())
     best = np.array([ref.best(logits)], np.uint64)
     where = constant(np.array([position], np.int32))
-    arrays = [best, logits, marks, where, parameters]
+    scratch = np.zeros((logits.size, 2), np.uint32)
+    arrays = [best, logits, marks, where, parameters, scratch]
     args = step._Sample(*map(address, arrays), logits.size)
     status = library("sample").call(
-        "minidecode_sample", args, STREAM, buffers=arrays, late=[best, logits, marks], order=order
+        *("minidecode_sample", args, STREAM),
+        buffers=arrays,
+        late=[best, logits, marks],
+        order=order,
+        capability=capability,
     )
     assert status == 0
     return int(best[0])
@@ -762,6 +768,26 @@ def test_a_draw_is_the_greatest_score_with_noise(sampling: Sampling) -> None:
         if noisy[order[-1]] - noisy[order[-2]] < 1e-4:
             continue  # FP32 may decide either way
         assert ref.token_of(draw(logits, s, seen, seed, order=seed % 4)) == order[-1]
+
+
+@pytest.mark.parametrize("vocab", [1024, 1025, 5003, 30_000])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_a_draw_from_many_tokens(vocab: int, capability: tuple[int, int]) -> None:
+    """By one block and by a cluster, its candidates in shared memory or, 30,000 of one, not."""
+    random = np.random.default_rng(vocab)
+    seen = (3, vocab - 1)
+    for seed in range(4 if vocab < 10_000 else 2):
+        s = Sampling(
+            0.9, top_k=vocab // 2, top_p=0.9, min_p=1e-3, repetition_penalty=1.2, seed=seed
+        )
+        logits = constant((random.standard_normal(vocab) * 2).astype(np.float32))
+        p = distribution(logits, s, seen)
+        with np.errstate(divide="ignore"):
+            noisy = np.log(p) + ref.gumbel(seed, seed, vocab)
+        best, second = np.sort(noisy)[[-1, -2]]
+        assert best - second > 1e-4
+        drawn = draw(logits, s, seen, seed, order=seed, capability=capability)
+        assert ref.token_of(drawn) == noisy.argmax()
 
 
 @pytest.mark.parametrize(

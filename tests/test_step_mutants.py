@@ -57,6 +57,10 @@ def stays_stopped() -> bool:
     return fails(host.test_an_end_token_stops_the_steps_that_follow)
 
 
+def draws_of_many() -> bool:
+    return fails(lambda: host.test_a_draw_from_many_tokens(1025, (9, 0)))
+
+
 def draws(sampling: Sampling) -> Callable[[], bool]:
     return lambda: fails(lambda: host.test_every_token_that_is_left_is_drawn_and_no_other(sampling))
 
@@ -132,12 +136,22 @@ MUTANTS = (
     ),
     Mutant(
         *("sample", "one-too-few", "step/sample.cu"),
-        *("bins[bin] < remaining", "bins[bin] <= remaining"),
+        *("reached[d] >= target", "reached[d] > target"),
         draws(Sampling(1.0, top_k=5)),
     ),
     Mutant(
+        *("sample", "blocks-do-not-wait", "step/sample.cu"),
+        *("    cluster_sync();\n", "    __syncthreads();\n"),
+        draws_of_many,
+    ),
+    Mutant(
+        *("sample", "one-board", "step/sample.cu"),
+        *("  turn ^= 1;\n", ""),
+        draws_of_many,
+    ),
+    Mutant(
         *("sample", "mass-of-all-tokens", "step/sample.cu"),
-        *("return orderable(s) >= least ? static_cast", "return true ? static_cast"),
+        *("return c.key >= least ? c.mass", "return true ? c.mass"),
         draws(Sampling(1.0, top_k=8, top_p=0.4)),
     ),
 )

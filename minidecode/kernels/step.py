@@ -94,6 +94,7 @@ class _Sample(ctypes.Structure):
         ("seen", _pointer),
         ("position", _pointer),
         ("parameters", _pointer),
+        ("scratch", _pointer),
         ("vocab", _int),
     )
 
@@ -157,8 +158,9 @@ def sample(
 
     seen: bool [vocab]; position: INT32 [1].
     """
-    args = _Sample(_p(best), _p(logits), _p(seen), _p(position), _p(parameters), logits.numel())
-    held = (best, logits, seen, position, parameters)
+    scratch = torch.empty((logits.numel(), 2), dtype=torch.int32, device=logits.device)
+    held = (best, logits, seen, position, parameters, scratch)
+    args = _Sample(*(_p(t) for t in held), logits.numel())
     return _bound("sample", "minidecode_sample", (args,), held)
 
 

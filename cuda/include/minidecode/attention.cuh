@@ -413,15 +413,6 @@ inline int attend_shared_bytes(const Attention& a, int dims, int warps, int stag
   return warps * stages * 4 * kKeys * dims + floats * static_cast<int>(sizeof(float));
 }
 
-// Bytes of shared memory that a block may have on the current GPU.
-inline int block_shared_limit() {
-  int device = 0, bytes = 48 * 1024;
-  if (cudaGetDevice(&device) == cudaSuccess) {
-    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  return bytes;
-}
-
 // How many tiles a warp keeps in flight: what the context can use and the shared memory holds.
 inline int attend_stages(const Attention& a, int dims, int warps) {
   constexpr int kStatic = 6 * 1024;  // more than `attend` has of its own

@@ -40,6 +40,15 @@ inline bool has_pdl() {
          major >= 9;
 }
 
+// Bytes of shared memory that a block may have on the current GPU.
+inline int block_shared_limit() {
+  int device = 0, bytes = 48 * 1024;
+  if (cudaGetDevice(&device) == cudaSuccess) {
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  return bytes;
+}
+
 constexpr int kPortableCluster = 8;
 
 // A failed call leaves its status behind for the next one to find; `status` is all that is
