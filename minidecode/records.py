@@ -127,6 +127,11 @@ def percent(part: float | None, whole: float | None) -> float | None:
     return 100.0 * part / whole if part is not None and whole else None
 
 
+def beyond_memory(pct_read_bw: float | None) -> bool:
+    """Whether a share of the read bandwidth says that a cache served part of the bytes."""
+    return pct_read_bw is not None and pct_read_bw > 100.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class GpuState(Record):
     """What drifts during a measurement. All None on a CPU or without the `gpu` extra (NVML)."""
@@ -260,6 +265,7 @@ class Run(Record):
     gb_s: float | None = None  # bytes_per_token over step_us
     read_bw_gb_s: float | None = None
     pct_read_bw: float | None = None
+    served_from_cache: bool = False  # the share passes 100 %
     peak_memory_bytes: int | None = None
     load_s: float | None = None
     build_s: float | None = None
@@ -448,6 +454,7 @@ class Arm(Record):
     bytes_per_token: int
     gb_s: float | None = None
     pct_read_bw: float | None = None
+    served_from_cache: bool = False  # the share passes 100 %
     samples_us: tuple[float, ...]  # one step each, in the order measured
 
 

@@ -272,6 +272,7 @@ def test_the_document_holds_everything(capsys: pytest.CaptureFixture[str], tiny_
     assert all(g.passed and g.positions == 64 and g.rel_err is not None for g in result.gates)
     assert result.a.tokens_s == pytest.approx(1e6 / result.a.step_us)
     assert result.a.pct_read_bw == pytest.approx(100 * (result.a.gb_s or 0) / 20.0)
+    assert result.a.served_from_cache is (result.a.pct_read_bw > 100)
     assert f"minidecode ab torch {RIGHT} -m {tiny_model} -n 2 -d 20" in result.command
 
 

@@ -49,6 +49,7 @@ OURS = [
     "gb_s",
     "read_bw_gb_s",
     "pct_read_bw",
+    "served_from_cache",
     "peak_memory_bytes",
     "schema_version",
     "environment",
@@ -87,6 +88,7 @@ def test_the_numbers_of_a_test_follow_from_its_samples(
     assert run["step_us"] == pytest.approx(statistics.median(ns) / 6e3)
     assert run["gb_s"] == pytest.approx(run["bytes_per_token"] / run["step_us"] / 1e3)
     assert run["pct_read_bw"] == pytest.approx(5 * run["gb_s"])
+    assert run["served_from_cache"] is (run["pct_read_bw"] > 100)
 
 
 def test_bytes_are_those_of_the_positions_in_the_middle(

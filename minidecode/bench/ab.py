@@ -16,7 +16,7 @@ from minidecode.bench import device as machine
 from minidecode.bench import stats
 from minidecode.bench import throughput as steps
 from minidecode.bench.gate import Gate, Progress
-from minidecode.records import ABResult, Arm, gb_per_s, percent
+from minidecode.records import ABResult, Arm, beyond_memory, gb_per_s, percent
 
 if TYPE_CHECKING:
     from minidecode.decode import Decoder
@@ -79,6 +79,7 @@ def run(
         plan = runners[which].plan(middle)
         n_bytes = plan.bytes_per_token(middle)
         speed = gb_per_s(n_bytes, step_us)
+        share = percent(speed, environment.read_bw_gb_s)
         return Arm(
             kernel=name,
             engine=plan.engine,
@@ -86,7 +87,8 @@ def run(
             step_us=step_us,
             bytes_per_token=n_bytes,
             gb_s=speed,
-            pct_read_bw=percent(speed, environment.read_bw_gb_s),
+            pct_read_bw=share,
+            served_from_cache=beyond_memory(share),
             samples_us=tuple(times[which]),
         )
 

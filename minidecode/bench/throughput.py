@@ -15,7 +15,7 @@ from minidecode.bench.gate import Progress, random_ids
 from minidecode.decode import STEPS_PER_GRAPH
 from minidecode.errors import MinidecodeError
 from minidecode.plan.state import NON_FINITE, PENDING
-from minidecode.records import Run, gb_per_s, percent
+from minidecode.records import Run, beyond_memory, gb_per_s, percent
 
 if TYPE_CHECKING:
     from minidecode.decode import Decoder, Runner
@@ -225,6 +225,7 @@ def record(
     avg_ns, stddev_ns = stats.mean_sd(samples)
     avg_ts, stddev_ts = stats.mean_sd(rates)
     speed = gb_per_s(bytes_per_token or 0, step_us)
+    share = percent(speed, environment.read_bw_gb_s)
     config = decoder.config
     return Run(
         build_commit=environment.commit,
@@ -251,7 +252,8 @@ def record(
         bytes_per_token=bytes_per_token,
         gb_s=speed,
         read_bw_gb_s=environment.read_bw_gb_s,
-        pct_read_bw=percent(speed, environment.read_bw_gb_s),
+        pct_read_bw=share,
+        served_from_cache=beyond_memory(share),
         peak_memory_bytes=torch.cuda.max_memory_allocated(decoder.device) if on_gpu else None,
         load_s=decoder.load_seconds,
         build_s=decoder.build_seconds,
