@@ -504,12 +504,18 @@ def test_draws_follow_the_distribution(random: torch.Generator, sampling: Sampli
     assert statistic < ref.chi_square_limit(freedom)
 
 
-def test_draws_are_those_of_the_formula(random: torch.Generator) -> None:
-    logits = torch.randn(97, generator=random, device="cuda")
-    p = probabilities(logits, Sampling(1.0)).double().cpu().numpy()
-    picked = draws(logits, Sampling(1.0, seed=2**61 + 7), 200)
-    for position, token in enumerate(picked.tolist()):
-        noisy = np.log(p) + ref.gumbel(2**61 + 7, position, 97)
+@pytest.mark.parametrize(("vocab", "n"), [(97, 100), (49_152, 3), (151_936, 1)])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_draws_are_those_of_the_formula(
+    random: torch.Generator, sampling: Sampling, vocab: int, n: int
+) -> None:
+    logits = torch.randn(vocab, generator=random, device="cuda") * 2
+    seen = torch.zeros(vocab, dtype=torch.bool, device="cuda")
+    seen[::3] = True
+    p = probabilities(logits, sampling, seen).double().cpu().numpy()
+    for position, token in enumerate(draws(logits, sampling, n, seen).tolist()):
+        with np.errstate(divide="ignore"):
+            noisy = np.log(p) + ref.gumbel(sampling.seed, position, vocab)
         order = np.argsort(noisy)
         assert token == order[-1] or noisy[order[-1]] - noisy[order[-2]] < 1e-4
 
