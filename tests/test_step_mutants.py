@@ -81,7 +81,7 @@ MUTANTS = (
     ),
     Mutant(
         *("attention", "no-rescale", ATTENTION),
-        *("shrink[c] = exp2f(greatest[c] - top);", "shrink[c] = 1.0f;"),
+        *("shrink[c] = exp2_quick(greatest[c] - top);", "shrink[c] = 1.0f;"),
         attention(2, 1, 64, 300, 4, magnitude=3.0),
     ),
     Mutant(

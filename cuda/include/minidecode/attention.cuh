@@ -112,6 +112,37 @@ __device__ __forceinline__ void load_gain(float2 (&gain)[PAIRS], const half* nor
   }
 }
 
+// 2^v to 2 ulp, and 0 below the normal numbers: no branch, unlike exp2f.
+__device__ __forceinline__ float exp2_quick(float v) {
+#if defined(MINIDECODE_HOST_SHIM)
+  return exp2f(v);
+#else
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(v));
+  return result;
+#endif
+}
+
+// N floats that are loaded and stored together.
+template <int N>
+struct alignas(N * sizeof(float)) Floats {
+  float v[N];
+};
+
+// N halves to an address that is a multiple of their size: each by `scale`.
+template <int N>
+__device__ __forceinline__ void store_halves(half* to, const Floats<N>& from, float scale) {
+  if (N == 1) {
+    *to = __float2half_rn(from.v[0] * scale);
+  } else if (N == 2) {
+    *reinterpret_cast<uint32_t*>(to) = pack_half2(from.v[0] * scale, from.v[1 % N] * scale);
+  } else {
+    *reinterpret_cast<uint2*>(to) =
+        make_uint2(pack_half2(from.v[0] * scale, from.v[1 % N] * scale),
+                   pack_half2(from.v[2 % N] * scale, from.v[3 % N] * scale));
+  }
+}
+
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
@@ -146,14 +177,15 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
   // The piece `chunk` of row `row` of a tile, moved so that eight rows are in different banks.
   auto place = [](int row, int chunk) { return row * HEAD_DIM + (chunk ^ (row % 8)) * 8; };
   auto fetch = [&](int base, int stage) {
-    constexpr int kAtOnce = kWarp / kChunks;  // rows that the warp copies together
+    constexpr int kAtOnce = kWarp / kChunks;                 // rows that the warp copies together
+    constexpr int kAhead = HEAD_DIM * WARPS > 1024 ? 1 : 2;  // the widest block would spill
     const int chunk = lane % kChunks, row = lane / kChunks;
     half* tile = ring + stage * kTile;
     if (base <= seen.last) {
       const size_t from = static_cast<size_t>(base + row) * head_dim + chunk * 8;
       const half* k_from = keys + from;
       const half* v_from = values + from;
-#pragma unroll 2
+#pragma unroll kAhead
       for (int i = 0; i < kKeys; i += kAtOnce) {
         // The newest position is not in the cache yet.
         const bool there = base + row + i < seen.last && chunk * 8 < head_dim;
@@ -177,6 +209,8 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
   }
   load_gain(q_gain, a.q_norm, head_dim);
   load_gain(k_gain, a.k_norm, head_dim);
+  float scale = rsqrtf(static_cast<float>(head_dim)) * 1.4426950408889634f;  // for exp2
+  computed_by_now(scale);
   pdl_trigger();
   // Its blocks write to each other's shared memory, so all of them must have started.
   if (CLUSTER) cluster_sync();
@@ -195,40 +229,40 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
              r <= heads, head_dim, a.eps);
   }
   __syncthreads();
-  if (split == 0 && group == 0) {
-    const size_t row = (static_cast<size_t>(kv) * a.capacity + seen.last) * head_dim;
-    for (int dim = threadIdx.x; dim < head_dim; dim += WARPS * kWarp) {
-      a.keys[row + dim] = rows[heads][dim];
-      a.values[row + dim] = rows[heads + 1][dim];
-    }
-  }
   auto piece = [&](int r, int dim) {
     return dim < head_dim ? *reinterpret_cast<const uint4*>(&rows[r][dim]) : make_uint4(0, 0, 0, 0);
   };
+  // The last warp is the first to have no positions of its own.
+  if (split == 0 && group == 0 && warp == WARPS - 1) {
+    const size_t row = (static_cast<size_t>(kv) * a.capacity + seen.last) * head_dim;
+    for (int c = lane; c < 2 * kChunks; c += kWarp) {
+      const int dim = c % kChunks * 8;
+      half* to = (c < kChunks ? a.keys : a.values) + row + dim;
+      if (dim < head_dim) *reinterpret_cast<uint4*>(to) = piece(heads + c / kChunks, dim);
+    }
+  }
   uint4 q[kPieces];
 #pragma unroll
   for (int j = 0; j < kPieces; ++j) {
     q[j] = g < heads ? piece(g, 32 * j + 8 * t) : make_uint4(0, 0, 0, 0);
   }
 
-  const float scale = rsqrtf(static_cast<float>(head_dim)) * 1.4426950408889634f;  // for exp2
   float greatest[2] = {-INFINITY, -INFINITY};  // of heads 2t and 2t + 1
   float total[2] = {};                         // of these heads, over this lane's positions
   // [span][i]: dims 64 span + 8 g + 2 i and the next, each of heads 2t and 2t + 1.
   float out[kSpans][4][4] = {};
   for (int stage = 0; base <= seen.last; base += stride) {
-    switch (stages) {
-      case 1:
-        async_wait<0>();
-        break;
-      case 2:
-        async_wait<1>();
-        break;
-      case 3:
+    // All but the newest stages - 1 groups have arrived. (A switch would be an indirect branch.)
+    if (stages & 2) {
+      if (stages & 1) {
         async_wait<2>();
-        break;
-      default:
-        async_wait<kMaxStages - 1>();
+      } else {
+        async_wait<1>();
+      }
+    } else if (stages == 1) {
+      async_wait<0>();
+    } else {
+      async_wait<kMaxStages - 1>();
     }
     __syncwarp();
     half* k_tile = ring + stage * kTile;
@@ -264,10 +298,10 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
       for (int offset = 4; offset < kWarp; offset *= 2) {
         top = fmaxf(top, __shfl_xor_sync(kFullMask, top, offset));
       }
-      shrink[c] = exp2f(greatest[c] - top);
+      shrink[c] = exp2_quick(greatest[c] - top);
       greatest[c] = top;
-      score[c] = exp2f(score[c] - top);
-      score[c + 2] = exp2f(score[c + 2] - top);
+      score[c] = exp2_quick(score[c] - top);
+      score[c + 2] = exp2_quick(score[c + 2] - top);
       total[c] = total[c] * shrink[c] + score[c] + score[c + 2];
     }
     p[0] = transpose_8x8(pack_half2(score[0], score[1]));
@@ -304,9 +338,10 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
   }
 
   // Warps of the block first, each weighted by exp2(its greatest score - the block's).
-  // A warp's part, [heads, HEAD_DIM], takes the place of its ring.
+  // A warp's part, [heads, kPartStride], takes the place of its ring.
+  constexpr int kPartStride = HEAD_DIM + 8;  // keeps the heads in different banks
   auto part = [&](int w, int h, int dim) {
-    return reinterpret_cast<float4*>(shared) + (w * stages * kTile / 2 + h * HEAD_DIM + dim) / 4;
+    return reinterpret_cast<float*>(shared) + w * stages * kTile / 2 + h * kPartStride + dim;
   };
   float* tops = after;                 // [heads, WARPS]
   float* sums = tops + heads * WARPS;  // [heads, WARPS]
@@ -318,7 +353,7 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
       tops[h * WARPS + warp] = greatest[c];
       sums[h * WARPS + warp] = total[c];
     }
-    float4* target = part(warp, h, 8 * g);
+    float4* target = reinterpret_cast<float4*>(part(warp, h, 8 * g));
 #pragma unroll
     for (int m = 0; m < kSpans; ++m) {
 #pragma unroll
@@ -334,53 +369,58 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
   float* inbox_tops = inbox + heads * HEAD_DIM;       // [splits, heads]
   float* inbox_sums = inbox_tops + a.splits * heads;  // [splits, heads]
   const int slice = heads * HEAD_DIM / a.splits;
-  for (int e = 4 * threadIdx.x; e < heads * HEAD_DIM; e += 4 * WARPS * kWarp) {
-    const int h = e / HEAD_DIM, dim = e % HEAD_DIM;
-    float share[WARPS];
-    float top = -INFINITY, sum = 0.0f;
+  // A warp joins 16 kVec dims of a head, each half of it one half of the parts. Lane l knows the
+  // weight of part l % WARPS.
+  constexpr int kVec = HEAD_DIM / 4 / WARPS > 4 ? 4 : HEAD_DIM / 4 / WARPS;
+  constexpr int kItems = HEAD_DIM / (16 * kVec);  // of a head
+  for (int item = warp; item < heads * kItems; item += WARPS) {
+    const int h = item / kItems, dim = item % kItems * 16 * kVec + lane % 16 * kVec;
+    const float own_top = tops[h * WARPS + lane % WARPS];
+    float sum = sums[h * WARPS + lane % WARPS];
+    float top = own_top;
 #pragma unroll
-    for (int w = 0; w < WARPS; w += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(tops + h * WARPS + w);
-      share[w] = four.x;
-      share[w + 1] = four.y;
-      share[w + 2] = four.z;
-      share[w + 3] = four.w;
-      top = fmaxf(top, fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
+    for (int offset = WARPS / 2; offset > 0; offset /= 2) {
+      top = fmaxf(top, __shfl_xor_sync(kFullMask, top, offset));
     }
-    float4 weighted = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    // A warp with no position has -inf, and so has a block with none.
+    const float share = top == -INFINITY ? 0.0f : exp2_quick(own_top - top);
+    sum *= share;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      // A warp with no position has -inf, and so has a block with none.
-      const float by = top == -INFINITY ? 0.0f : exp2f(share[w] - top);
-      const float4 own = *part(w, h, dim);
-      sum = fmaf(sums[h * WARPS + w], by, sum);
-      weighted.x = fmaf(own.x, by, weighted.x);
-      weighted.y = fmaf(own.y, by, weighted.y);
-      weighted.z = fmaf(own.z, by, weighted.z);
-      weighted.w = fmaf(own.w, by, weighted.w);
+    for (int offset = WARPS / 2; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(kFullMask, sum, offset);
     }
+    Floats<kVec> joined = {};
+#pragma unroll
+    for (int i = 0; i < WARPS / 2; ++i) {
+      const int w = lane / 16 * (WARPS / 2) + i;
+      const float by = __shfl_sync(kFullMask, share, w);
+      const Floats<kVec> own = *reinterpret_cast<const Floats<kVec>*>(part(w, h, dim));
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) joined.v[v] = fmaf(own.v[v], by, joined.v[v]);
+    }
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) joined.v[v] += __shfl_xor_sync(kFullMask, joined.v[v], 16);
+    const bool writes = lane < 16 && dim < head_dim;
     if (a.splits == 1) {
-      if (dim >= head_dim) continue;
-      const float scale_by = 1.0f / sum;
-      const uint2 packed = make_uint2(pack_half2(weighted.x * scale_by, weighted.y * scale_by),
-                                      pack_half2(weighted.z * scale_by, weighted.w * scale_by));
       half* to = a.out + static_cast<size_t>(first_head + h) * head_dim + dim;
-      *reinterpret_cast<uint2*>(to) = packed;
+      const float by = __fdividef(1.0f, sum);
+      if (writes) store_halves(to, joined, by);
     } else if (CLUSTER) {
+      const int e = h * HEAD_DIM + dim;
       float* to = cluster_shared(inbox, e / slice) + split * slice + e % slice;
-      *reinterpret_cast<float4*>(to) = weighted;
-      if (dim / 4 < a.splits) {
-        cluster_shared(inbox_tops, dim / 4)[split * heads + h] = top;
-        cluster_shared(inbox_sums, dim / 4)[split * heads + h] = sum;
+      if (lane < 16) *reinterpret_cast<Floats<kVec>*>(to) = joined;
+      if (item % kItems == 0 && lane < a.splits) {
+        cluster_shared(inbox_tops, lane)[split * heads + h] = top;
+        cluster_shared(inbox_sums, lane)[split * heads + h] = sum;
       }
-    } else if (dim < head_dim) {
+    } else {
       float* parts =
           a.scratch + static_cast<size_t>((first_head + h) * a.splits + split) * (head_dim + 2);
-      parts[2 + dim] = weighted.x;
-      parts[3 + dim] = weighted.y;
-      parts[4 + dim] = weighted.z;
-      parts[5 + dim] = weighted.w;
-      if (dim == 0) {
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) {
+        if (writes) parts[2 + dim + v] = joined.v[v];
+      }
+      if (item % kItems == 0 && lane == 0) {
         parts[0] = top;
         parts[1] = sum;
       }
@@ -396,7 +436,7 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
     for (int s = 0; s < a.splits; ++s) top = fmaxf(top, inbox_tops[s * heads + h]);
 #pragma unroll 4
     for (int s = 0; s < a.splits; ++s) {
-      const float share = exp2f(inbox_tops[s * heads + h] - top);
+      const float share = exp2_quick(inbox_tops[s * heads + h] - top);
       sum += inbox_sums[s * heads + h] * share;
       weighted += inbox[s * slice + e] * share;
     }

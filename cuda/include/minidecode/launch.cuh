@@ -22,6 +22,13 @@ __device__ __forceinline__ void pdl_trigger() {
 #endif
 }
 
+// Keeps the compiler from computing `value` later than here, such as behind the wait.
+__device__ __forceinline__ void computed_by_now(float& value) {
+#if !defined(MINIDECODE_HOST_SHIM)
+  asm volatile("" : "+f"(value));
+#endif
+}
+
 enum class Pdl { kOff, kOn };
 
 struct LaunchShape {
