@@ -46,12 +46,7 @@ struct Tile {
   static constexpr int kResident = RESIDENT;
   static constexpr int kAll = ROWS + STAGED;
   // Rows rounded up to a power of two, for the reduction.
-  static constexpr int kSlots = kAll <= 1    ? 1
-                                : kAll <= 2  ? 2
-                                : kAll <= 4  ? 4
-                                : kAll <= 8  ? 8
-                                : kAll <= 16 ? 16
-                                             : 32;
+  static constexpr int kSlots = kAll <= 1 ? 1 : kAll <= 2 ? 2 : kAll <= 4 ? 4 : kAll <= 8 ? 8 : 16;
 };
 
 // The weight row of slot `slot` in this block. For SwiGLU even slots are gate rows and odd slots
@@ -74,13 +69,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kResident) fused_linear(const 
   constexpr int kThreads = T::kThreads, kRows = T::kRows, kUnroll = T::kUnroll;
   constexpr int kStaged = T::kStaged, kAll = T::kAll, kSlots = T::kSlots;
   constexpr int kWarps = kThreads / kWarp;
-  static_assert(kAll <= kWarp, "one lane of the first warp finishes each row");
+  static_assert(kAll <= 16, "one lane of the first warp finishes each row, one knows the norm");
   static_assert(E != Epilogue::kSwiglu || kAll % 2 == 0, "gate and up rows come in pairs");
 
   extern __shared__ __align__(128) unsigned char staged_bytes[];
   __shared__ __align__(8) uint64_t arrived;
-  __shared__ float partial[kWarps][kSlots];
-  __shared__ float partial_squares[kWarps];
+  __shared__ float partial[kWarps][kSlots + 1];  // the last column is of the squares
   const uint4* staged = reinterpret_cast<const uint4*>(staged_bytes);  // [kStaged, k / 8]
 
   const int tid = threadIdx.x, lane = tid % kWarp, warp = tid / kWarp;
@@ -124,23 +118,25 @@ __global__ void __launch_bounds__(T::kThreads, T::kResident) fused_linear(const 
   float extra = 0.0f;
   if (finishes && a.bias != nullptr) extra = __half2float(a.bias[row]);
 
+  const uint4* from = x + tid;
+  const half* residual = E == Epilogue::kResidual ? a.y + row : nullptr;
+  computed_by_now(from);
+  computed_by_now(residual);
   pdl_trigger();
   if (kStaged > 0) __syncthreads();  // shows the barrier's initialisation
   pdl_wait();
 
-  if (E == Epilogue::kResidual && finishes) {
-    extra += __half2float(load_written(a.y + row));
+  // The input first: all that follows needs it.
+  uint4 input[kUnroll];
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    if (tid + u * kThreads < chunks) input[u] = load_shared_by_blocks(from + u * kThreads);
   }
+  if (E == Epilogue::kResidual && finishes) extra += __half2float(load_written(residual));
   float sum[kSlots] = {};
   float squares = 0.0f;
   bool waiting = kStaged > 0;
   for (int c0 = tid; c0 < chunks; c0 += kUnroll * kThreads) {
-    uint4 input[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int c = c0 + u * kThreads;
-      if (c < chunks) input[u] = load_shared_by_blocks(x + c);
-    }
     if (waiting) {
       mbarrier_wait(&arrived, 0);
       waiting = false;
@@ -173,6 +169,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kResident) fused_linear(const 
 #pragma unroll
         for (int r = 0; r < kRows; ++r) held[u][r] = load_stream(w + offset[r] + next);
         if (NORM) gain[u] = __ldg(norm + next);
+        input[u] = load_shared_by_blocks(x + next);
       }
     }
   }
@@ -181,28 +178,30 @@ __global__ void __launch_bounds__(T::kThreads, T::kResident) fused_linear(const 
   if (lane < kSlots) partial[warp][lane] = mine;
   if (NORM) {
     squares = warp_sum(squares);
-    if (lane == 0) partial_squares[warp] = squares;
+    if (lane == 0) partial[warp][kSlots] = squares;
   }
   __syncthreads();
   if (warp != 0) return;
 
-  float v = 0.0f, scale = 1.0f;
+  // Every instruction from here on is waited for by the next kernel. Four sums at once.
+  float sums[4] = {};
+  if (lane < (NORM ? kSlots + 1 : kSlots)) {
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) sums[i % 4] += partial[i][lane];
+  }
+  float v = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   if (NORM) {
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) total += partial_squares[i];
-    scale = rsqrtf(total / a.k + a.eps);
+    const float mean = __fdividef(__shfl_sync(kFullMask, v, kSlots), a.k);
+    v *= rsqrtf(mean + a.eps);
   }
-  if (lane < kSlots) {
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) v += partial[i][lane];
-  }
-  v = v * scale + extra;
+  v += extra;
   if (E == Epilogue::kStore || E == Epilogue::kResidual) {
     if (finishes) a.y[row] = __float2half_rn(v);
   } else if (E == Epilogue::kSwiglu) {
     const float up = __shfl_down_sync(kFullMask, v, 1);
-    if (finishes && lane % 2 == 0) a.y[row] = __float2half_rn(v / (1.0f + __expf(-v)) * up);
+    // Bounded, since the quick division gives NaN for an infinite divisor.
+    const float silu = __fdividef(v, fminf(1.0f + __expf(-v), 1e37f));
+    if (finishes && lane % 2 == 0) a.y[row] = __float2half_rn(silu * up);
   } else {
     Best best = 0;
     if (finishes) {

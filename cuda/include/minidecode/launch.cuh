@@ -29,6 +29,13 @@ __device__ __forceinline__ void computed_by_now(float& value) {
 #endif
 }
 
+template <typename T>
+__device__ __forceinline__ void computed_by_now(T*& value) {
+#if !defined(MINIDECODE_HOST_SHIM)
+  asm volatile("" : "+l"(value));
+#endif
+}
+
 enum class Pdl { kOff, kOn };
 
 struct LaunchShape {
