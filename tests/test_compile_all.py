@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -13,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from minidecode.kernels import build
+from minidecode.kernels import build, tune
+from minidecode.kernels.tiles import Tile, tile_candidates
+from minidecode.models.stages import LINEAR_KINDS
+from minidecode.plan.fused import file_of
 
 ARCHITECTURES = ("75", "80", "86", "89", "90a", "100", "120")
 SOURCES = sorted(build.cuda_sources().glob("*/*.cu"))
@@ -52,7 +56,7 @@ def outputs(request: pytest.FixtureRequest) -> Iterator[dict[Path, Future[str]]]
     assert cache is not None
     folder = Path(str(cache.mkdir("nvcc")))
     wanted = {
-        item.callspec.params["source"]
+        item.callspec.params.get("source")
         for item in request.session.items
         if item.fspath == request.path and hasattr(item, "callspec")
     }
@@ -80,6 +84,24 @@ def test_compiles_everywhere_without_spills(source: Path, outputs: dict[Path, Fu
 @pytest.mark.parametrize("source", USERS, ids=lambda path: path.stem)
 def test_a_users_file_compiles(source: Path, outputs: dict[Path, Future[str]]) -> None:
     assert "Compiling entry function" in outputs[source].result() or source.stem in ("zeros", "nan")
+
+
+@pytest.mark.parametrize("stem", sorted({file_of(kind) for kind in LINEAR_KINDS}))
+def test_no_tile_spills(stem: str, tmp_path: Path) -> None:
+    """Those that `tune` tries, and those that we ship, on the GPUs that have them all."""
+    tiles = dict.fromkeys(tile_candidates(64, sm90=True))
+    for file in (Path(tune.__file__).parent / "tuned").glob("*.json"):
+        for key, fields in json.loads(file.read_text(encoding="utf-8"))["tiles"].items():
+            if file_of(key.split()[0]) == stem:
+                tiles[Tile(**fields)] = None
+    text = (build.cuda_sources() / "step" / f"{stem}.cu").read_text(encoding="utf-8")
+    source = tmp_path / f"{stem}.cu"
+    source.write_text(
+        text.replace("MINIDECODE_TILES", ", ".join(tile.spelled for tile in tiles)), "utf-8"
+    )
+    output = compile_all(source, tmp_path, ("90a",))
+    assert output.count("Compiling entry function") == len(tiles) > 40
+    assert not spilling(output)
 
 
 def spilling(output: str) -> str:

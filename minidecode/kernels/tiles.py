@@ -191,7 +191,7 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
             (128, 16, 3),
             (256, 2, 1),
             (256, 4, 1),
-            (256, 4, 6),
+            (256, 4, 5),
             (256, 8, 1),
             (256, 8, 4),
             (256, 16, 2),
@@ -206,13 +206,13 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
         Tile(128, 2, 1, 2, 8),
         Tile(256, 2, 1, 2, 4),
         Tile(256, 2, 1, 6, 4),
-        Tile(256, 2, 2, 6, 4),
+        Tile(256, 2, 2, 6, 3),
         Tile(256, 4, 1, 4, 4),
-        Tile(256, 4, 2, 4, 3),
+        Tile(256, 4, 2, 4, 2),
         Tile(256, 4, 2, 12, 2),
         Tile(512, 2, 1, 2, 2),
         Tile(512, 4, 1, 4, 2),
-        Tile(512, 4, 1, 12, 2),
+        Tile(512, 4, 1, 12, 1),
     ]
     return [t for t in in_registers + in_shared + mixed if t.fits(k, sm90)]
 
