@@ -127,9 +127,9 @@ def percent(part: float | None, whole: float | None) -> float | None:
     return 100.0 * part / whole if part is not None and whole else None
 
 
-def beyond_memory(pct_read_bw: float | None) -> bool:
-    """Whether a share of the read bandwidth says that a cache served part of the bytes."""
-    return pct_read_bw is not None and pct_read_bw > 100.0
+def is_above(pct_read_bw: float | None) -> bool:
+    """Whether a share of the read bandwidth, with one decimal as it is shown, is above 100 %."""
+    return pct_read_bw is not None and round(pct_read_bw, 1) > 100.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -350,17 +350,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             log = folder / f"{name}.log"
             print(text_of(log)[-6000:] if log.exists() else "")
 
-    wanted = [name for name in RUNNERS if name in args.parts]
     with ThreadPoolExecutor(1) as pool:
-        if {"sanitizer", "tests"} <= set(wanted):
-            # Both keep the CPU busy and not the GPU.
-            for name in wanted[:-2]:
+        beside: Future[None] | None = None
+        for name in (name for name in RUNNERS if name in args.parts):
+            if name == "sanitizer":
+                # It keeps the CPU busy and not the GPU: the tests may begin beside it.
+                beside = pool.submit(run_part, name)
+            elif name == "tests" and beside is not None:
+                run_part(name, beside.result)
+            else:
                 run_part(name)
-            beside = pool.submit(run_part, "sanitizer")
-            run_part("tests", beside.result)
-        else:
-            for name in wanted:
-                run_part(name)
+        if beside is not None:
+            beside.result()  # raises what went wrong in it
 
     try:
         earlier = receipts.read()

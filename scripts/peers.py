@@ -227,7 +227,6 @@ class TorchStep:
     """One greedy decode step in plain torch over minidecode's weights, for torch.compile."""
 
     def __init__(self, decoder: Decoder, capacity: int) -> None:
-
         from minidecode.models.stages import Attention
         from minidecode.plan.state import rope_table
 
@@ -268,11 +267,9 @@ class TorchStep:
         return self._normed(self.head, x)
 
     def _normed(self, stage: Any, x: torch.Tensor) -> torch.Tensor:
-
         return F.linear(self._norm(x, stage["norm"]), stage["weight"], stage["bias"])
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-
         normed = F.rms_norm(x.float(), weight.shape, weight.float(), self.config.rms_norm_eps)
         return normed.to(x.dtype)
 
@@ -285,7 +282,6 @@ class TorchStep:
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor:
-
         c = self.config
         q, k, v = (
             part.view(-1, c.head_dim) for part in qkv[0].split([c.q_size, c.kv_size, c.kv_size])

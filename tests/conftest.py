@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    import tiny
 
 # What a developer has set must not decide what is tested.
 for _name in ("MINIDECODE_KERNEL", "MINIDECODE_DEVICE", "MINIDECODE_DEBUG"):
@@ -51,6 +55,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("models") / "little"
     tiny.build(directory, tokenizer=True)
     return str(directory)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tiny.Tiny]:
+    """tiny.build in a folder of its own, once for equal arguments."""
+    import tiny
+
+    kept: dict[str, tiny.Tiny] = {}
+
+    def make(**arguments: Any) -> tiny.Tiny:
+        key = repr(sorted(arguments.items()))
+        if key not in kept:
+            kept[key] = tiny.build(tmp_path_factory.mktemp("tiny") / "model", **arguments)
+        return kept[key]
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -30,15 +30,6 @@ CPU = torch.device("cpu")
 LIMIT = 5e-3
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
 # Every option that changes the logits, by the arguments of tiny.build.
 MODELS: dict[str, dict[str, Any]] = {
     **{name: {"model_type": name} for name in tiny.MODEL_TYPES},
@@ -55,8 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "llama-linear-rope": {"rope_parameters": LINEAR},
     "llama-linear-rope-style4": {"rope_parameters": LINEAR, "style": 4},
-    "llama-llama3-rope": {"rope_parameters": LLAMA3},
-    "llama-llama3-rope-style4": {"rope_parameters": LLAMA3, "style": 4},
+    "llama-llama3-rope": {"rope_parameters": tiny.LLAMA3},
+    "llama-llama3-rope-style4": {"rope_parameters": tiny.LLAMA3, "style": 4},
     "llama-theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}},
     "llama-head-dim-32": {"head_dim": 32},
     "llama-head-dim-10": {"head_dim": 10},
@@ -110,20 +101,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tiny.Tiny]:
-    """tiny.build in a folder of its own, once for equal arguments."""
-    kept: dict[str, tiny.Tiny] = {}
-
-    def make(**arguments: Any) -> tiny.Tiny:
-        key = repr(sorted(arguments.items()))
-        if key not in kept:
-            kept[key] = tiny.build(tmp_path_factory.mktemp("tiny") / "model", **arguments)
-        return kept[key]
-
-    return make
 
 
 def check_logits(decoder: Decoder, expected: torch.Tensor, ids: Sequence[int] = IDS) -> None:
@@ -340,7 +317,7 @@ def test_large_scores_stay_finite(n: int) -> None:
 
 @pytest.mark.parametrize("kind", ["default", "llama3"])
 def test_rope_table_at_long_positions(kind: str) -> None:
-    extra = {"rope_scaling": LLAMA3} if kind == "llama3" else {}
+    extra = {"rope_scaling": tiny.LLAMA3} if kind == "llama3" else {}
     family = models.family("llama")
     config = ModelConfig.from_hf(
         {**family.tiny, "head_dim": 128, "rope_theta": 10_000.0, **extra}, family.defaults

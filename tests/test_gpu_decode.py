@@ -30,19 +30,11 @@ GPU = torch.device("cuda", 0)
 LIMIT = 5e-3
 KERNELS = ("fused", "half2_block", "cublas", "torch")
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 MODELS: dict[str, dict[str, Any]] = {
     **{name: {"model_type": name} for name in tiny.MODEL_TYPES},
     "llama-tied": {"tie_word_embeddings": True},
     "llama-biases": {"attention_bias": True, "mlp_bias": True},
-    "llama-llama3-rope": {"rope_parameters": LLAMA3},
+    "llama-llama3-rope": {"rope_parameters": tiny.LLAMA3},
     "llama-eps": {"rms_norm_eps": 0.05},
     "llama-wide": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
                    "num_key_value_heads": 3},
@@ -90,19 +82,6 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def load(directory: Path, **options: Any) -> Decoder:
     return minidecode.load(directory, device="cuda", **options)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tiny.Tiny]:
-    kept: dict[str, tiny.Tiny] = {}
-
-    def make(**arguments: Any) -> tiny.Tiny:
-        key = repr(sorted(arguments.items()))
-        if key not in kept:
-            kept[key] = tiny.build(tmp_path_factory.mktemp("tiny") / "model", **arguments)
-        return kept[key]
-
-    return make
 
 
 @pytest.fixture(autouse=True)

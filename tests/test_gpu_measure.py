@@ -28,8 +28,8 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> LayerReport:
 
 
 def test_ten_runs_of_a_kernel_against_itself() -> None:
-    """No run may call a difference. That the interval holds 1 is not asked: two captures of the
-    same kernels do differ, by less than stats.MIN_EFFECT."""
+    """No run may call a difference. That each interval holds 1 is not asked: on an H200 half of ten
+    did not, where all ten verdicts were right."""
     decoder = minidecode.load(SMALL, device="cuda")
     environment = measure.environment(decoder, Progress(quiet=True))
     for kernels in [decoder.kernel_set] * 10:
@@ -50,7 +50,7 @@ def test_ten_runs_of_a_kernel_against_itself() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["fused", "cublas", "half2_block"])
-@pytest.mark.parametrize(("model", "most_pct"), [(SMALL, 8.0), (MEDIUM, 5.0)])
+@pytest.mark.parametrize(("model", "most_pct"), [(SMALL, 8.0), (MEDIUM, 4.0)])
 def test_the_ops_add_up_to_the_step(
     capsys: pytest.CaptureFixture[str], model: str, most_pct: float, kernel: str
 ) -> None:

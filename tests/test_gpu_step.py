@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +25,7 @@ from minidecode.kernels.tiles import (
     split_candidates,
     tile_candidates,
 )
+from minidecode.plan.state import sampling_bytes
 from minidecode.sampling import Sampling, probabilities
 
 pytestmark = pytest.mark.gpu
@@ -454,17 +454,7 @@ def draws(
     logits: torch.Tensor, sampling: Sampling, n: int, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
     """n tokens, INT64 on the CPU, each with the noise of another position."""
-    packed = step.SamplingParameters(
-        sampling.seed,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.repetition_penalty,
-        sampling.top_k,
-    )
-    size = ctypes.sizeof(packed)
-    parameters = torch.frombuffer(bytearray(packed), dtype=torch.uint8).cuda()
-    assert parameters.numel() == size
+    parameters = sampling_bytes(sampling).cuda()
     best = torch.zeros(1, dtype=torch.int64, device="cuda")
     position = torch.zeros(1, dtype=torch.int32, device="cuda")
     marks = torch.zeros(logits.numel(), dtype=torch.bool, device="cuda") if seen is None else seen

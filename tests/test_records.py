@@ -30,8 +30,8 @@ from minidecode.records import (
     LayerReport,
     Record,
     Run,
-    beyond_memory,
     gb_per_s,
+    is_above,
     percent,
 )
 
@@ -191,7 +191,7 @@ def test_zero_times_divide_into_none() -> None:
     assert percent(1.0, 0.0) is None
     assert percent(None, 2.0) is None
     assert percent(1.0, 2.0) == 50.0
-    assert [beyond_memory(share) for share in (None, 99.9, 100.0, 100.1)] == [False] * 3 + [True]
+    assert [is_above(share) for share in (None, 99.9, 100.0, 100.1)] == [False] * 3 + [True]
     assert LayerReport.from_dict(layer_report().to_dict()).rows[0].gb_s
 
 

@@ -21,6 +21,7 @@ from shim import STREAM, HostKernelError, Runner, host_library
 
 from minidecode.kernels import step
 from minidecode.kernels.tiles import Device, Heads, Tile, default_split
+from minidecode.plan.state import sampling_bytes
 from minidecode.sampling import Sampling, probabilities
 
 pytestmark = pytest.mark.skipif(shim.unavailable() is not None, reason=str(shim.unavailable()))
@@ -698,15 +699,7 @@ def draw(
     """What minidecode_sample leaves in `best`."""
     marks = np.zeros(logits.size, np.uint8)
     marks[list(seen)] = 1
-    packed = step.SamplingParameters(
-        sampling.seed,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.repetition_penalty,
-        sampling.top_k,
-    )
-    parameters = constant(np.frombuffer(bytearray(packed), np.uint8).copy())
+    parameters = constant(sampling_bytes(sampling).numpy())
     best = np.array([ref.best(logits)], np.uint64)
     where = constant(np.array([position], np.int32))
     scratch = np.zeros((logits.size, 2), np.uint32)

@@ -33,6 +33,17 @@ BASE: dict[str, Any] = {
 }
 
 
+# RoPE scaling as Llama 3.1 has it, for so few positions.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A model on disk and the same weights (already rounded to what the file holds) in FP32."""

@@ -35,9 +35,9 @@ constexpr Rule rule(int least_n, int most_k) {
 }
 
 // The first rule that a shape meets is its tile: threads, rows in registers, loads of each that a
-// thread has in flight, rows staged by bulk copies, blocks on a multiprocessor. Heads are best
-// staged. Many rows want small blocks, of which a multiprocessor holds more, and long rows large
-// ones; few rows are split finer, or there is no block for every multiprocessor.
+// thread has in flight, rows staged by bulk copies, blocks on a multiprocessor. Heads of 2048
+// and more are best staged. Many rows want small blocks, of which a multiprocessor holds more, and
+// long rows large ones; few rows are split finer, or there is no block for every multiprocessor.
 constexpr Rule kRules[] = {
     rule<Tile<64, 8, 1, 0, 12>>(32768, 1024),  // head of a 135M
     rule<Tile<128, 0, 1, 8>>(32768, 2048),     // of a 1B

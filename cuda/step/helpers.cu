@@ -81,9 +81,9 @@ __global__ void add(half* x,            // [n]
   pdl_trigger();
   pdl_wait();
   const int i = blockIdx.x * kThreads + threadIdx.x;
-  if (i < n)
-    x[i] =
-        __float2half_rn(__half2float(load_written(x + i)) + __half2float(load_written(delta + i)));
+  if (i >= n) return;
+  const float sum = __half2float(load_written(x + i)) + __half2float(load_written(delta + i));
+  x[i] = __float2half_rn(sum);
 }
 
 __global__ void swiglu(half* y,              // [n]

@@ -140,11 +140,6 @@ __device__ unsigned threshold(const Candidate* own, int count, unsigned long lon
   return found;
 }
 
-// The inverse of `orderable`.
-__device__ float score_of(unsigned key) {
-  return __uint_as_float((key & 0x80000000u) ? key & 0x7fffffffu : ~key);
-}
-
 // Block y has tokens y * part, …. Their candidates are in its shared memory, of which there is
 // enough if `kept`, or else in `scratch`.
 __global__ void __launch_bounds__(kThreads, 1) sample(const Sample a, int part, bool kept) {
@@ -212,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample(const Sample a, int part, 
   for (int i = threadIdx.x; i < count; i += kThreads) {
     const int token = first + i;
     if (own[i].key < least && token != favourite) continue;
-    const float noisy = fmaxf(score_of(own[i].key), -3e38f) + gumbel(p.seed, position, token);
+    const float noisy = fmaxf(from_orderable(own[i].key), -3e38f) + gumbel(p.seed, position, token);
     drawn[0] = greater_of(drawn[0], best_of(noisy, token));
   }
   across_cluster(drawn, greater_of, board, turn);

@@ -16,7 +16,7 @@ from minidecode.bench import device as machine
 from minidecode.bench import stats
 from minidecode.bench import throughput as steps
 from minidecode.bench.gate import Gate, Progress
-from minidecode.records import ABResult, Arm, beyond_memory, gb_per_s, percent
+from minidecode.records import ABResult, Arm, gb_per_s, is_above, percent
 
 if TYPE_CHECKING:
     from minidecode.decode import Decoder
@@ -88,7 +88,7 @@ def run(
             bytes_per_token=n_bytes,
             gb_s=speed,
             pct_read_bw=share,
-            served_from_cache=beyond_memory(share),
+            served_from_cache=is_above(share),
             samples_us=tuple(times[which]),
         )
 

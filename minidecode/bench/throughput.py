@@ -15,7 +15,7 @@ from minidecode.bench.gate import Progress, random_ids
 from minidecode.decode import STEPS_PER_GRAPH
 from minidecode.errors import MinidecodeError
 from minidecode.plan.state import NON_FINITE, PENDING
-from minidecode.records import Run, beyond_memory, gb_per_s, percent
+from minidecode.records import Run, gb_per_s, is_above, percent
 
 if TYPE_CHECKING:
     from minidecode.decode import Decoder, Runner
@@ -253,7 +253,7 @@ def record(
         gb_s=speed,
         read_bw_gb_s=environment.read_bw_gb_s,
         pct_read_bw=share,
-        served_from_cache=beyond_memory(share),
+        served_from_cache=is_above(share),
         peak_memory_bytes=torch.cuda.max_memory_allocated(decoder.device) if on_gpu else None,
         load_s=decoder.load_seconds,
         build_s=decoder.build_seconds,

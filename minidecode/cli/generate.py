@@ -267,13 +267,13 @@ def _result(model: str, decoder: Decoder, writer: _Writer, interrupted: bool) ->
 
 def _statistics(result: GenerateResult) -> str:
     """Four lines for a person."""
-    from minidecode.records import beyond_memory
+    from minidecode.records import is_above
 
     peak, share, step_us = result.peak_memory_bytes, result.pct_read_bw, result.step_us
     speed = _amount(result.gb_s, "GB/s")
     if share is not None:
         speed += f", {_amount(share, '%')} of the {_amount(result.read_bw_gb_s, 'GB/s')} measured"
-        if beyond_memory(share):
+        if is_above(share):
             speed += ": a cache served part of it"
     rows = [
         (

@@ -125,8 +125,8 @@ _HEADS = (
 def default_tile(n: int, k: int, sm90: bool) -> Tile:
     """A sensible tile where nothing was measured, by what won on an H200 for three models.
 
-    Long rows want large blocks of registers. On sm_90 other layers do best split between registers
-    and shared memory, with many blocks on a multiprocessor.
+    Long rows want large blocks of registers. On sm_90 nearly all other layers did best split
+    between registers and shared memory, with many blocks on a multiprocessor.
     """
     if n * k >= 2**23 and k >= 8192:
         return Tile(512, 8, resident=2)

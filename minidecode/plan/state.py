@@ -113,15 +113,20 @@ class State:
         """How `next_token` picks; starts its random numbers from the seed."""
         self.sampling = sampling
         self.generator = sampling.generator(self.device)
-        packed = SamplingParameters(
-            sampling.seed,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.repetition_penalty,
-            sampling.top_k,
-        )
-        self.sampling_parameters.copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+        self.sampling_parameters.copy_(sampling_bytes(sampling))
+
+
+def sampling_bytes(sampling: Sampling) -> torch.Tensor:
+    """The kernel's SamplingParameters, UINT8 on the CPU."""
+    packed = SamplingParameters(
+        sampling.seed,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.top_k,
+    )
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def rope_table(config: ModelConfig, device: torch.device, capacity: int) -> torch.Tensor:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minidecode.records import Environment, GemvRow, GpuState, LayerReport, LayerRow, Run
+from minidecode.records import (
+    Environment,
+    GemvRow,
+    GpuState,
+    LayerReport,
+    LayerRow,
+    Run,
+    is_above,
+)
 
 NONE = "–"
 
@@ -46,11 +54,6 @@ def speed(gb_s: float | None, ceiling: float | None = None) -> str:
     """GB/s without decimals for what reads 1000 and more, as the ceiling tells, else with one."""
     digits = 0 if max(gb_s or 0.0, ceiling or 0.0) >= 1_000 else 1
     return number(gb_s, digits)
-
-
-def is_above(pct: float | None) -> bool:
-    """Whether a share is above 100 % as it will be shown, with one decimal."""
-    return pct is not None and round(pct, 1) > 100.0
 
 
 def share(pct: float | None) -> str:

@@ -15,7 +15,7 @@ from importlib import resources
 from itertools import groupby
 from typing import TypeAlias
 
-from minidecode.records import LayerReport, LayerRow, LayerTotal
+from minidecode.records import LayerReport, LayerRow, LayerTotal, is_above
 from minidecode.report import _format
 from minidecode.report._format import NONE, number, numbers, share, speed
 from minidecode.report._palette import kind_colours
@@ -334,7 +334,7 @@ def _track(total: LayerTotal, longest: float, report: LayerReport) -> str:
 def _above_note(report: LayerReport) -> str:
     shares = [total.pct_read_bw for total in report.by_kind]
     shares += [row.pct_read_bw for row in report.rows]
-    if not any(_format.is_above(pct) for pct in shares):
+    if not any(is_above(pct) for pct in shares):
         return ""
     return f'<p class="note">{_format.ABOVE} {html.escape(_format.ABOVE_LAYERS)}.</p>'
 

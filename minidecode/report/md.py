@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from minidecode.records import ABResult, CheckResult, Environment, GemvReport, LayerReport, Run
+from minidecode.records import (
+    ABResult,
+    CheckResult,
+    Environment,
+    GemvReport,
+    LayerReport,
+    Run,
+    is_above,
+)
 from minidecode.report import _format
 from minidecode.report._format import NONE, number, numbers, share, speed
 
@@ -105,7 +113,7 @@ def layers(report: LayerReport) -> str:
     text += _layer_rows(report)
     shares = [total.pct_read_bw for total in report.by_kind]
     shares += [row.pct_read_bw for row in report.rows]
-    if any(_format.is_above(pct) for pct in shares):
+    if any(is_above(pct) for pct in shares):
         text += _note(f"{_format.ABOVE} {_format.ABOVE_LAYERS}")
     return f"{text}\n{_code(report.command)}"
 
@@ -164,7 +172,7 @@ def runs(results: Sequence[Run]) -> str:
     text = _table(heads, rows)
     if results and results[0].build_commit:
         text += _note(f"build: {results[0].build_commit}, {results[0].environment.hardware}")
-    if any(_format.is_above(run.pct_read_bw) for run in results):
+    if any(is_above(run.pct_read_bw) for run in results):
         text += _note(f"{_format.ABOVE} {_format.ABOVE_RUNS}")
     return text
 
@@ -209,7 +217,7 @@ def ab(result: ABResult) -> str:
     text += f"\n{_table(gate_heads, gates)}"
     if change:
         text += _note(change)
-    if any(_format.is_above(arm.pct_read_bw) for arm in (result.a, result.b)):
+    if any(is_above(arm.pct_read_bw) for arm in (result.a, result.b)):
         text += _note(f"{_format.ABOVE} {_format.ABOVE_RUNS}")
     return f"{text}\n{_code(result.command)}"
 

@@ -15,6 +15,7 @@ from minidecode.records import (
     GemvReport,
     LayerReport,
     Run,
+    is_above,
 )
 from minidecode.report import _format
 from minidecode.report._format import NONE, number, numbers, share, speed
@@ -101,7 +102,7 @@ def layers(
     parts += [_text(line) for line in _step_lines(report)]
     shares = [total.pct_read_bw for total in report.by_kind]
     shares += [row.pct_read_bw for row in report.rows] if layers else []
-    if any(_format.is_above(pct) for pct in shares):
+    if any(is_above(pct) for pct in shares):
         parts.append(_text(f"{_format.ABOVE} {_format.ABOVE_LAYERS}", "dim"))
     return _render(parts, plain=plain, width=width)
 
@@ -230,7 +231,7 @@ def runs(results: Sequence[Run], *, plain: bool = False, width: int = WIDTH) -> 
     if first.read_bw_gb_s is not None:
         line += f", read ceiling {speed(first.read_bw_gb_s)} GB/s, measured"
     parts: list[Any] = [table, _text(line, "dim")]
-    if any(_format.is_above(run.pct_read_bw) for run in results):
+    if any(is_above(run.pct_read_bw) for run in results):
         parts.append(_text(f"{_format.ABOVE} {_format.ABOVE_RUNS}", "dim"))
     return _render(parts, plain=plain, width=width)
 
@@ -271,7 +272,7 @@ def ab(result: ABResult, *, plain: bool = False, width: int = WIDTH) -> str:
     change = _format.state_change(result.state_before, result.state_after)
     if change:
         parts.append(_text(change, "dim"))
-    if any(_format.is_above(arm.pct_read_bw) for arm in (result.a, result.b)):
+    if any(is_above(arm.pct_read_bw) for arm in (result.a, result.b)):
         parts.append(_text(f"{_format.ABOVE} {_format.ABOVE_RUNS}", "dim"))
     colour = {FASTER: "green", NO_DIFFERENCE: "yellow"}.get(result.verdict, "red")
     parts += ["", _text(result.sentence, f"bold {colour}")]

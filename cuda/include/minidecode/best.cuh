@@ -18,6 +18,11 @@ __device__ __forceinline__ unsigned orderable(float v) {
   return (bits & 0x80000000u) ? ~bits : (bits | 0x80000000u);
 }
 
+// The inverse.
+__device__ __forceinline__ float from_orderable(unsigned key) {
+  return __uint_as_float((key & 0x80000000u) ? key & 0x7fffffffu : ~key);
+}
+
 // Greater for a greater logit, and among equals for a smaller token.
 __device__ __forceinline__ Best best_of(float logit, int token) {
   if (!(fabsf(logit) <= 3.402823466e38f)) return kNonFinite;
