@@ -50,12 +50,14 @@ def test_ten_runs_of_a_kernel_against_itself() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["fused", "cublas", "half2_block"])
-@pytest.mark.parametrize(("model", "most_pct"), [(SMALL, 8.0), (MEDIUM, 4.0)])
+@pytest.mark.parametrize("model", [SMALL, MEDIUM])
 def test_the_ops_add_up_to_the_step(
-    capsys: pytest.CaptureFixture[str], model: str, most_pct: float, kernel: str
+    capsys: pytest.CaptureFixture[str], model: str, kernel: str
 ) -> None:
     found = report(capsys, "-m", model, "--kernel", kernel)
-    assert abs(found.unexplained_pct) < most_pct
+    # Recording a kernel costs the step up to 0.3 us on an H200, hidden where kernels overlap.
+    launched = sum(len(row.kernels) for row in found.rows)
+    assert -0.4 * launched < found.unexplained_us < 0.1 * launched
     assert found.samples > 5 * STEPS_PER_GRAPH
     assert found.method == "kernel records of graph replays"
     for row in found.rows:

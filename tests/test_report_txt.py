@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import partial
 
 import pytest
 from report_samples import (
@@ -18,7 +19,7 @@ from report_samples import (
 )
 
 from minidecode.records import NO_DIFFERENCE, GpuState, LayerReport
-from minidecode.report import txt
+from minidecode.report import html, md, txt
 
 LONG = "./some/folder/with a long name/my_[bold]kernel[/bold]_version_12.cu"
 
@@ -117,6 +118,14 @@ def test_every_op_has_its_line_when_asked() -> None:
         number = "" if row.layer is None else f"{row.layer} +"
         name = row.name.removeprefix(f"layers.{row.layer}.")
         assert re.search(rf"^ +{number}{re.escape(name)} ", text, re.MULTILINE), row.name
+
+
+def test_a_rest_below_zero_gets_a_word() -> None:
+    report = layer_report()
+    slower = layer_report(step_us=report.sum_us * 0.96)
+    for write in (partial(txt.layers, plain=True), md.layers, html.layers):
+        assert "below zero" not in write(report)
+        assert "unexplained is below zero" in write(slower)
 
 
 def test_a_share_above_the_ceiling_gets_a_word() -> None:

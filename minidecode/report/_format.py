@@ -21,6 +21,7 @@ ABOVE = "*"
 ABOVE_LAYERS = (
     "above 100 %: reading began while the op before still ran, or a cache served part of it"
 )
+SLOWED = "unexplained is below zero: recording every kernel slows the step"
 ABOVE_RUNS = "above the measured read ceiling: a cache served part of it"
 ABOVE_GEMV = "above 100 %: faster than our pure read of the same bytes"
 CACHED = "cache"
@@ -59,6 +60,18 @@ def speed(gb_s: float | None, ceiling: float | None = None) -> str:
 def share(pct: float | None) -> str:
     """A share in per cent with one decimal, marked when it is above 100."""
     return NONE if pct is None else f"{pct:.1f}{ABOVE if is_above(pct) else ''}"
+
+
+def layer_notes(report: LayerReport, *, every_row: bool) -> list[str]:
+    """What has to be said below the totals, and below `every_row` where they are shown too."""
+    notes = []
+    shares = [total.pct_read_bw for total in report.by_kind]
+    shares += [row.pct_read_bw for row in report.rows] if every_row else []
+    if any(is_above(pct) for pct in shares):
+        notes.append(f"{ABOVE} {ABOVE_LAYERS}")
+    if report.unexplained_pct <= -0.5:
+        notes.append(SLOWED)
+    return notes
 
 
 def gemv_share(row: GemvRow) -> str:

@@ -15,7 +15,7 @@ from importlib import resources
 from itertools import groupby
 from typing import TypeAlias
 
-from minidecode.records import LayerReport, LayerRow, LayerTotal, is_above
+from minidecode.records import LayerReport, LayerRow, LayerTotal
 from minidecode.report import _format
 from minidecode.report._format import NONE, number, numbers, share, speed
 from minidecode.report._palette import kind_colours
@@ -292,7 +292,7 @@ def _kinds(report: LayerReport, classes: dict[str, str]) -> str:
         say += "The upright mark is the least that its bytes can take at the measured ceiling."
     if compared:
         say += f" The thin grey bar is {report.vs}."
-    return _section("kinds", "Where the time goes", say, table + _above_note(report))
+    return _section("kinds", "Where the time goes", say, table + _notes(report))
 
 
 def _versus_heads(report: LayerReport) -> tuple[str, ...]:
@@ -331,12 +331,9 @@ def _track(total: LayerTotal, longest: float, report: LayerReport) -> str:
     return f'<div class="track" title="{html.escape(title)}">{parts}</div>'
 
 
-def _above_note(report: LayerReport) -> str:
-    shares = [total.pct_read_bw for total in report.by_kind]
-    shares += [row.pct_read_bw for row in report.rows]
-    if not any(is_above(pct) for pct in shares):
-        return ""
-    return f'<p class="note">{_format.ABOVE} {html.escape(_format.ABOVE_LAYERS)}.</p>'
+def _notes(report: LayerReport) -> str:
+    notes = _format.layer_notes(report, every_row=True)
+    return "".join(f'<p class="note">{html.escape(note)}.</p>' for note in notes)
 
 
 # --- heat map -------------------------------------------------------------------------------------

@@ -111,10 +111,7 @@ def layers(report: LayerReport) -> str:
     heads = ["op", "ops:", "µs:", *versus, "% step:", "bytes:", "GB/s:", "% read:"]
     text = f"{_escaped(head)}\n\n{_table(heads, rows)}\n"
     text += _layer_rows(report)
-    shares = [total.pct_read_bw for total in report.by_kind]
-    shares += [row.pct_read_bw for row in report.rows]
-    if any(is_above(pct) for pct in shares):
-        text += _note(f"{_format.ABOVE} {_format.ABOVE_LAYERS}")
+    text += "".join(map(_note, _format.layer_notes(report, every_row=True)))
     return f"{text}\n{_code(report.command)}"
 
 

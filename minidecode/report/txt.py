@@ -100,10 +100,7 @@ def layers(
         parts.append(_rows_table(report))
     parts.append(_kinds_table(report))
     parts += [_text(line) for line in _step_lines(report)]
-    shares = [total.pct_read_bw for total in report.by_kind]
-    shares += [row.pct_read_bw for row in report.rows] if layers else []
-    if any(is_above(pct) for pct in shares):
-        parts.append(_text(f"{_format.ABOVE} {_format.ABOVE_LAYERS}", "dim"))
+    parts += [_text(note, "dim") for note in _format.layer_notes(report, every_row=layers)]
     return _render(parts, plain=plain, width=width)
 
 
