@@ -287,13 +287,12 @@ def splits_of(c: Case) -> list[Split]:
     heads = Heads(c.heads, c.kv_heads, c.head_dim)
     found = [default_split(heads, context, device()) for context in (1, 4096)]
     found += split_candidates(heads, device())
-    # Without clusters, as on GPUs before sm_90.
-    found += [Split(splits, 8, False) for splits in (2, 5, 16)]
+    found += [Split(splits, 4) for splits in (2, 5, 31)]
     return list(dict.fromkeys(found))
 
 
 @pytest.mark.parametrize("gqa", GQA, ids=str)
-@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 128])
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 128, 160, 256])
 def test_attention_with_every_split(
     random: torch.Generator, gqa: tuple[int, int], head_dim: int
 ) -> None:
@@ -318,17 +317,17 @@ def test_attention_of_any_head_size(random: torch.Generator, head_dim: int) -> N
             qkv = halves(random, (gqa[0] + 2 * gqa[1]) * head_dim)
             before = make_cache(case, random)
             cache, out = copied(before), nan(gqa[0] * head_dim)
-            step.attention(out, qkv, cache, Split(1, 8, False))()
+            step.attention(out, qkv, cache, Split(1, 4))()
             check_attention(case, out, qkv, cache, before, "any")
 
 
 @pytest.mark.parametrize("context", [16_384, 131_072])
 def test_long_contexts(random: torch.Generator, context: int) -> None:
-    for head_dim in (64, 128):
+    for head_dim in (64, 128, 256):
         case = Case(8, 2, head_dim, context - 1)
         qkv, before = halves(random, 12 * head_dim), make_cache(case, random)
         heads = Heads(8, 2, head_dim)
-        for split in (default_split(heads, context, device()), Split(1, 8, False)):
+        for split in (default_split(heads, context, device()), Split(1, 4)):
             cache, out = copied(before), nan(8 * head_dim)
             step.attention(out, qkv, cache, split)()
             check_attention(case, out, qkv, cache, before, str(split))

@@ -18,7 +18,7 @@ from minidecode.errors import MissingError, UsageError
 from minidecode.kernels import registry
 from minidecode.kernels.tiles import (
     HEADS_PER_BLOCK,
-    PORTABLE_CLUSTER,
+    MAX_SPLITS,
     STAGED_BYTES,
     Choices,
     Device,
@@ -352,7 +352,7 @@ def test_tile_candidates(k: int) -> None:
 @pytest.mark.parametrize("device", [H200, A100])
 @pytest.mark.parametrize("heads", [(9, 3), (32, 8), (32, 32), (14, 2), (64, 2)])
 def test_splits(device: Device, heads: tuple[int, int]) -> None:
-    for head_dim in (64, 128):
+    for head_dim in (64, 128, 256):
         sizes = Heads(*heads, head_dim)
         assert sizes.groups == heads[1] * math.ceil(heads[0] // heads[1] / HEADS_PER_BLOCK)
         before = 0
@@ -361,13 +361,12 @@ def test_splits(device: Device, heads: tuple[int, int]) -> None:
             assert split.splits >= before
             before = split.splits
             assert split.splits == 1 or split.splits * sizes.groups <= device.sms
-            assert not split.cluster or (device.sm90 and split.splits <= PORTABLE_CLUSTER)
+            assert split.splits <= MAX_SPLITS
         assert default_split(sizes, 1, device).splits == 1
         candidates = split_candidates(sizes, device)
         assert candidates
         for split in candidates:
-            assert not split.cluster or device.sm90
-            assert split.warps in (4, 8, 16)
+            assert split.warps in {64: (4, 8, 16), 128: (4, 8), 256: (2, 4)}[head_dim]
 
 
 def test_choices_that_a_gpu_cannot_run_are_left() -> None:
@@ -375,15 +374,14 @@ def test_choices_that_a_gpu_cannot_run_are_left() -> None:
     measured = Choices(
         A100,
         tiles={tile_key("qkv", 960, 576): staged, tile_key("o", 576, 576): Tile(64, 4)},
-        splits={split_key(sizes, 256): Split(4, 8, True)},
+        splits={split_key(sizes, 256): Split(4, 8)},
     )
     assert measured.tile("qkv", 960, 576) == default_tile(960, 576, False)
     assert measured.tile("o", 576, 576) == Tile(64, 4)
-    assert not measured.split(sizes, 256).cluster
     on_h200 = Choices(H200, measured.tiles, measured.splits)
     assert on_h200.tile("qkv", 960, 576) == staged
     assert on_h200.tile("qkv", 961, 576) == default_tile(961, 576, True)
-    assert on_h200.split(sizes, 256) == Split(4, 8, True)
+    assert on_h200.split(sizes, 256) == Split(4, 8)
     assert on_h200.split(sizes, 512) == default_split(sizes, 512, H200)
     swapped = on_h200.but({tile_key("qkv", 960, 576): Tile(64, 4)})
     assert swapped.tile("qkv", 960, 576) == Tile(64, 4)

@@ -101,12 +101,25 @@ MUTANTS = (
     ),
     Mutant(
         *("attention", "no-wait", ATTENTION),
-        *("if (CLUSTER) cluster_sync();\n  pdl_wait();", "if (CLUSTER) cluster_sync();"),
+        *("  pdl_trigger();\n  pdl_wait();", "  pdl_trigger();"),
         attention(2, 1, 64, 20),
     ),
     Mutant(
-        *("attention", "combine", "step/attention.cu"),
-        *("parts + s * width + 1) * share", "parts + s * width + 1)"),
+        *("attention", "split-not-weighted", ATTENTION),
+        *("sum = warp_sum(sum * share);", "sum = warp_sum(sum);"),
+        attention(2, 1, 64, 300, 4, 4),
+    ),
+    Mutant(
+        *("attention", "first-block-joins", ATTENTION),
+        *("a.splits - 1) == a.splits - 1;", "a.splits - 1) == 0;"),
+        attention(2, 1, 64, 300, 4, 4),
+    ),
+    Mutant(
+        *("attention", "counts-on", ATTENTION),
+        *(
+            "atomicInc(a.arrived + blockIdx.x, a.splits - 1)",
+            "atomicAdd(a.arrived + blockIdx.x, 1u)",
+        ),
         attention(2, 1, 64, 300, 4, 4),
     ),
     Mutant(

@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_any(const Attention a) {
 }  // namespace
 }  // namespace minidecode
 
-// head_dim: even, at most 512. `splits` and `scratch` are not used.
+// head_dim: even, at most 512. `splits`, `parts` and `arrived` are not used.
 MINIDECODE_EXPORT cudaError_t minidecode_attention_any(const minidecode::Attention* args,
                                                        cudaStream_t stream) {
   using namespace minidecode;

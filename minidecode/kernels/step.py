@@ -17,7 +17,7 @@ import torch
 from minidecode.errors import MinidecodeError
 from minidecode.kernels import build
 from minidecode.kernels.enqueue import enqueue
-from minidecode.kernels.tiles import TENSOR_CORE_HEAD_DIM, Split, Tile
+from minidecode.kernels.tiles import TENSOR_CORE_HEAD_DIM, Heads, Split, Tile
 
 Launch = Callable[[], None]
 
@@ -59,7 +59,8 @@ class _Attention(ctypes.Structure):
         ("k_norm", _pointer),
         ("rope", _pointer),
         ("position", _pointer),
-        ("scratch", _pointer),
+        ("parts", _pointer),
+        ("arrived", _pointer),
         ("heads", _int),
         ("kv_heads", _int),
         ("head_dim", _int),
@@ -211,8 +212,7 @@ def attention(out: torch.Tensor, qkv: torch.Tensor, cache: Cache, split: Split) 
     args, held = _attention_args(out, qkv, cache, split)
     if head_dim % 16 or head_dim > TENSOR_CORE_HEAD_DIM:
         return _bound("attention_any", "minidecode_attention_any", (args,), held)
-    arguments = (args, _int(split.warps), _int(split.cluster))
-    return _bound("attention", "minidecode_attention", arguments, held)
+    return _bound("attention", "minidecode_attention", (args, _int(split.warps)), held)
 
 
 def _attention_args(
@@ -221,13 +221,15 @@ def _attention_args(
     """The kernel's arguments, and the tensors that they point to."""
     kv_heads, capacity, head_dim = cache.keys.shape
     heads = out.numel() // head_dim
-    scratch = None
-    if split.splits > 1 and not split.cluster:
+    parts = arrived = None
+    if split.splits > 1:
         size = heads * split.splits * (head_dim + 2)
-        scratch = torch.empty(size, dtype=torch.float32, device=out.device)
+        parts = torch.empty(size, dtype=torch.float32, device=out.device)
+        groups = Heads(heads, kv_heads, head_dim).groups
+        arrived = torch.zeros(groups, dtype=torch.int32, device=out.device)
     tensors = (
         *(out, cache.keys, cache.values, qkv, cache.q_norm, cache.k_norm),
-        *(cache.rope, cache.position, scratch),
+        *(cache.rope, cache.position, parts, arrived),
     )
     sizes = (heads, kv_heads, head_dim, capacity, cache.window or 0)
     args = _Attention(*(_p(t) for t in tensors), *sizes, cache.eps, split.splits, cache.context)

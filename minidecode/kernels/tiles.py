@@ -10,9 +10,9 @@ STAGED_BYTES = 224 * 1024
 
 # The tensor-core attention: query heads of a block, and head_dim, at most.
 HEADS_PER_BLOCK = 8
-TENSOR_CORE_HEAD_DIM = 128
-# Blocks of a cluster that every GPU with clusters schedules.
-PORTABLE_CLUSTER = 8
+TENSOR_CORE_HEAD_DIM = 256
+# Blocks that share a context, at most: a warp joins their parts.
+MAX_SPLITS = 32
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Split:
-    """How one KV head's context is shared: `splits` blocks of `warps` warps, as one `cluster`."""
+    """How one KV head's context is shared: `splits` blocks of `warps` warps."""
 
     splits: int
     warps: int
-    cluster: bool
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,7 @@ class Choices:
     def split(self, heads: Heads, context: int) -> Split:
         """The split of the attention for contexts of up to `context` positions."""
         chosen = self.splits.get(split_key(heads, context))
-        if chosen is None or (chosen.cluster and not self.device.sm90):
-            return default_split(heads, context, self.device)
-        return chosen
+        return default_split(heads, context, self.device) if chosen is None else chosen
 
     def but(
         self, tiles: Mapping[str, Tile] | None = None, splits: Mapping[str, Split] | None = None
@@ -140,19 +137,16 @@ def default_tile(n: int, k: int, sm90: bool) -> Tile:
 
 
 def default_split(heads: Heads, context: int, device: Device) -> Split:
-    """Enough blocks that a warp has two tiles of 16 positions, as the GPU has room.
-
-    Clusters stay at the portable eight blocks: with 16,000 positions sixteen were slower on an
-    H200, and with 256 no cluster was the quickest.
-    """
+    """Enough blocks that a warp has one tile of 16 positions, as the GPU has room."""
     # A ring of positions for each warp: before sm_90 there is less shared memory for them.
-    warps = (16 if heads.head_dim <= 64 else 8) if device.sm90 else 4
-    room = max(1, device.sms // heads.groups)
-    most = min(room, PORTABLE_CLUSTER) if device.sm90 else room
+    warps = 16 if heads.head_dim <= 64 else 8 if heads.head_dim <= 128 else 4
+    if not device.sm90:
+        warps = min(4, warps // 2)
+    most = min(MAX_SPLITS, max(1, device.sms // heads.groups))
     splits = 1
-    while splits * 2 <= most and splits * warps * 32 < context:
+    while splits * 2 <= most and splits * warps * 16 < context:
         splits *= 2
-    return Split(splits, warps, device.sm90 and splits > 1)
+    return Split(splits, warps)
 
 
 def tile_candidates(k: int, sm90: bool) -> list[Tile]:
@@ -228,9 +222,13 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
 
 def split_candidates(heads: Heads, device: Device) -> list[Split]:
     """Splits of the attention worth measuring."""
+    most_warps, least_warps = (
+        default_split(heads, 1, device).warps,
+        2 if heads.head_dim > 128 else 4,
+    )
     return [
-        Split(splits, warps, device.sm90 and splits > 1)
-        for warps in ((4, 8, 16) if device.sm90 else (4, 8))
-        for splits in (1, 2, 4, 8, 16)
-        if splits == 1 or splits * heads.groups <= 2 * device.sms
+        Split(splits, warps)
+        for warps in (most_warps // 4, most_warps // 2, most_warps)
+        for splits in (1, 2, 4, 8, 16, 32)
+        if warps >= least_warps and (splits == 1 or splits * heads.groups <= 2 * device.sms)
     ]

@@ -5,7 +5,7 @@
 // dependent-launch wait, and at the cost of no registers, so that the block finds room beside its
 // predecessors. The order of the dims within a dot product is free, so a 16-byte piece of a row is
 // an operand of the tensor cores as it is. Scores and softmax are FP32. Positions are dealt out to
-// the warps of `splits` blocks, which form a cluster and combine through distributed shared memory
+// the warps of `splits` blocks; the last of them to finish joins what all have left in memory
 // (flash-decoding: Dao et al., 2023).
 #pragma once
 
@@ -13,7 +13,6 @@
 #include <cuda_runtime.h>
 
 #include "minidecode/async.cuh"
-#include "minidecode/cluster.cuh"
 #include "minidecode/launch.cuh"
 #include "minidecode/load.cuh"
 #include "minidecode/mma.cuh"
@@ -30,7 +29,8 @@ struct Attention {
   const half* k_norm;   // [head_dim] or null
   const float2* rope;   // [capacity, head_dim / 2] cos, sin
   const int* position;  // [1]
-  float* scratch;       // [heads, splits, head_dim + 2], only without clusters
+  float* parts;         // [heads, splits, head_dim] and [2, heads, splits], for several splits
+  unsigned* arrived;    // [kv_heads * groups of 8 heads], 0 before and after, likewise
   int heads;
   int kv_heads;
   int head_dim;
@@ -58,46 +58,67 @@ __device__ __forceinline__ Seen seen_by(const Attention& a) {
 constexpr int kHeads = 8;  // query heads of a block
 constexpr int kKeys = 16;  // positions of a warp's tile
 constexpr int kMaxStages = 4;
+constexpr uint32_t kTwoOnes = 0x3c003c00;  // as halves
+constexpr int kMaxSplits = kWarp;
+constexpr int kPartsAtOnce = 8;  // that a lane loads
 
-// Blocks a multiprocessor that the compiler has to leave registers for. It spills where it chooses
-// for itself (0) on some architectures, and the widest block spills where it is told 1.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr int attend_blocks(int, int) { return 0; }
-#else
-constexpr int attend_blocks(int dims, int warps) { return dims > 64 && warps == 16 ? 0 : 1; }
-#endif
-
-// One row of this step's q or k, normalised and rotated by a warp, or of v as it is. A lane has the
-// pairs (lane + 32 i, the same + head_dim / 2); cs and gain are theirs.
+// What a lane has of a row of this step's q, k or v: the pairs (lane + 32 i, the same + head_dim /
+// 2).
 template <int PAIRS>
-__device__ __forceinline__ void make_row(half* target, const half* source,
-                                         const float2 (&cs)[PAIRS], const float2 (&gain)[PAIRS],
-                                         bool normalise, bool rotate, int head_dim, float eps) {
+struct Row {
+  half low[PAIRS], high[PAIRS];
+};
+
+// `source`: the row, from the lane's first element on.
+template <int PAIRS>
+__device__ __forceinline__ void load_row(Row<PAIRS>& row, const half* source, int head_dim) {
   const int lane = threadIdx.x % kWarp, half_dim = head_dim / 2;
-  float low[PAIRS] = {}, high[PAIRS] = {};
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    const bool there = lane + kWarp * i < half_dim;
+    row.low[i] = there ? load_written(source + kWarp * i) : half();
+    row.high[i] = there ? load_written(source + kWarp * i + half_dim) : half();
+  }
+}
+
+// q or k divided by its root mean square, to FP16 as the reference does; `gain` is the weight.
+template <int PAIRS>
+__device__ __forceinline__ void normalise(Row<PAIRS>& row, const float2 (&gain)[PAIRS],
+                                          float per_dim, float eps) {
   float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    const float x = __half2float(row.low[i]), y = __half2float(row.high[i]);
+    squares += x * x + y * y;
+  }
+  const float rms = rsqrtf(warp_sum(squares) * per_dim + eps);
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    row.low[i] = __float2half_rn(__half2float(row.low[i]) * rms * gain[i].x);
+    row.high[i] = __float2half_rn(__half2float(row.high[i]) * rms * gain[i].y);
+  }
+}
+
+template <int PAIRS>
+__device__ __forceinline__ void rotate(Row<PAIRS>& row, const float2 (&cs)[PAIRS]) {
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    const float x = __half2float(row.low[i]), y = __half2float(row.high[i]);
+    row.low[i] = __float2half_rn(x * cs[i].x - y * cs[i].y);
+    row.high[i] = __float2half_rn(y * cs[i].x + x * cs[i].y);
+  }
+}
+
+template <int PAIRS>
+__device__ __forceinline__ void store_row(half* to, const Row<PAIRS>& row, int head_dim) {
+  const int lane = threadIdx.x % kWarp, half_dim = head_dim / 2;
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
     const int pair = lane + kWarp * i;
     if (pair < half_dim) {
-      low[i] = __half2float(load_written(source + pair));
-      high[i] = __half2float(load_written(source + pair + half_dim));
+      to[pair] = row.low[i];
+      to[pair + half_dim] = row.high[i];
     }
-    squares += low[i] * low[i] + high[i] * high[i];
-  }
-  const float rms = normalise ? rsqrtf(warp_sum(squares) / head_dim + eps) : 1.0f;
-#pragma unroll
-  for (int i = 0; i < PAIRS; ++i) {
-    const int pair = lane + kWarp * i;
-    if (pair >= half_dim) continue;
-    float x = low[i], y = high[i];
-    if (normalise) {
-      // As the reference does: rounded to FP16 before the rotation.
-      x = __half2float(__float2half_rn(x * rms * gain[i].x));
-      y = __half2float(__float2half_rn(y * rms * gain[i].y));
-    }
-    target[pair] = __float2half_rn(rotate ? x * cs[i].x - y * cs[i].y : x);
-    target[pair + half_dim] = __float2half_rn(rotate ? y * cs[i].x + x * cs[i].y : y);
   }
 }
 
@@ -129,28 +150,20 @@ struct alignas(N * sizeof(float)) Floats {
   float v[N];
 };
 
-// N halves to an address that is a multiple of their size: each by `scale`.
-template <int N>
-__device__ __forceinline__ void store_halves(half* to, const Floats<N>& from, float scale) {
-  if (N == 1) {
-    *to = __float2half_rn(from.v[0] * scale);
-  } else if (N == 2) {
-    *reinterpret_cast<uint32_t*>(to) = pack_half2(from.v[0] * scale, from.v[1 % N] * scale);
-  } else {
-    *reinterpret_cast<uint2*>(to) =
-        make_uint2(pack_half2(from.v[0] * scale, from.v[1 % N] * scale),
-                   pack_half2(from.v[2 % N] * scale, from.v[3 % N] * scale));
-  }
+// Four halves, each by `scale`.
+__device__ __forceinline__ void store_halves(half* to, const Floats<4>& from, float scale) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(pack_half2(from.v[0] * scale, from.v[1] * scale),
+                                             pack_half2(from.v[2] * scale, from.v[3] * scale));
 }
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// HEAD_DIM: head_dim rounded up to 64 or 128. `stages`: tiles of 16 positions a warp has in flight.
-template <int HEAD_DIM, int WARPS, bool CLUSTER>
-__global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
-    attend(const Attention a, const int stages) {
+// HEAD_DIM: head_dim rounded up to 64, 128 or 256. `stages`: tiles of 16 positions a warp has in
+// flight.
+template <int HEAD_DIM, int WARPS, bool SPLIT>
+__global__ void __launch_bounds__(WARPS* kWarp, 1) attend(const Attention a, const int stages) {
   constexpr int kPieces = HEAD_DIM / 32;       // 16-byte pieces of a K row for one lane
   constexpr int kSpans = HEAD_DIM / 64;        // 16-byte pieces of a V row for one lane
   constexpr int kPairs = HEAD_DIM / 64;        // rotated pairs of a row for one lane
@@ -160,7 +173,7 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
   extern __shared__ __align__(128) unsigned char shared[];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
   const int per_kv = a.heads / a.kv_heads, groups = (per_kv + kHeads - 1) / kHeads;
-  const int kv = blockIdx.x / groups, group = blockIdx.x % groups, split = blockIdx.y;
+  const int kv = blockIdx.x / groups, group = blockIdx.x % groups, split = SPLIT ? blockIdx.y : 0;
   const int first_head = kv * per_kv + group * kHeads;
   const int heads = min(kHeads, per_kv - group * kHeads);
   const int head_dim = a.head_dim;
@@ -172,20 +185,22 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
   const half* keys = a.keys + static_cast<size_t>(kv) * a.capacity * head_dim;
   const half* values = a.values + static_cast<size_t>(kv) * a.capacity * head_dim;
   const float2* rope = a.rope + static_cast<size_t>(seen.last) * (head_dim / 2);
-  const int stride = a.splits * WARPS * kKeys;
+  const int splits = SPLIT ? a.splits : 1, stride = splits * WARPS * kKeys;
 
-  // The piece `chunk` of row `row` of a tile, moved so that eight rows are in different banks.
-  auto place = [](int row, int chunk) { return row * HEAD_DIM + (chunk ^ (row % 8)) * 8; };
+  // The piece `chunk` of row `row` of a tile, moved so that what eight lanes read together, four
+  // pieces of two K rows or two pieces of four V rows, is in different banks.
+  auto place = [](int row, int chunk) {
+    return row * HEAD_DIM + (chunk ^ (row & 6) ^ (row & 1) << 2) * 8;
+  };
   auto fetch = [&](int base, int stage) {
-    constexpr int kAtOnce = kWarp / kChunks;                 // rows that the warp copies together
-    constexpr int kAhead = HEAD_DIM * WARPS > 1024 ? 1 : 2;  // the widest block would spill
+    constexpr int kAtOnce = kWarp / kChunks;  // rows that the warp copies together
     const int chunk = lane % kChunks, row = lane / kChunks;
     half* tile = ring + stage * kTile;
     if (base <= seen.last) {
       const size_t from = static_cast<size_t>(base + row) * head_dim + chunk * 8;
       const half* k_from = keys + from;
       const half* v_from = values + from;
-#pragma unroll kAhead
+#pragma unroll 2
       for (int i = 0; i < kKeys; i += kAtOnce) {
         // The newest position is not in the cache yet.
         const bool there = base + row + i < seen.last && chunk * 8 < head_dim;
@@ -199,7 +214,7 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
 
   // Old positions depend on nothing in this step: they are on their way before the wait. So are
   // the angles of this position and the norms' weights.
-  int base = seen.first + (warp * a.splits + split) * kKeys;
+  int base = seen.first + (warp * splits + split) * kKeys;
   for (int stage = 0; stage < stages; ++stage) fetch(base + stage * stride, stage);
   float2 cs[kPairs], q_gain[kPairs], k_gain[kPairs];
 #pragma unroll
@@ -209,38 +224,49 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
   }
   load_gain(q_gain, a.q_norm, head_dim);
   load_gain(k_gain, a.k_norm, head_dim);
+  float per_dim = 1.0f / head_dim;
   float scale = rsqrtf(static_cast<float>(head_dim)) * 1.4426950408889634f;  // for exp2
+  computed_by_now(per_dim);
   computed_by_now(scale);
+  // This step's rows: q of `heads` heads, then k, then v. A warp makes every WARPS-th.
+  auto source_of = [&](int r) {
+    const int from = r < heads ? first_head + r : a.heads + (r == heads ? 0 : a.kv_heads) + kv;
+    return a.qkv + static_cast<size_t>(from) * head_dim + lane;
+  };
+  const half* source = source_of(warp);
+  computed_by_now(source);
+  // Where this lane's first pieces are in a tile: of K row g, of V row 2t.
+  int k_at = place(g, t), v_at = place(2 * t, g);
+  computed_by_now(k_at);
+  computed_by_now(v_at);
   pdl_trigger();
-  // Its blocks write to each other's shared memory, so all of them must have started.
-  if (CLUSTER) cluster_sync();
   pdl_wait();
 
-  // This step's rows: q of `heads` heads, then k, then v.
   __shared__ __align__(16) half rows[kHeads + 2][kRowStride];
+  Row<kPairs> mine;
+  if (warp < heads + 2) load_row(mine, source, head_dim);
 #pragma unroll 1
   for (int r = warp; r < heads + 2; r += WARPS) {
-    const int from = r < heads ? first_head + r : a.heads + (r == heads ? 0 : a.kv_heads) + kv;
-    const half* norm = r < heads ? a.q_norm : r == heads ? a.k_norm : nullptr;
-    float2 gain[kPairs];
+    if (r != warp) load_row(mine, source_of(r), head_dim);
+    if (r <= heads) {
+      if ((r < heads ? a.q_norm : a.k_norm) != nullptr) {
+        float2 gain[kPairs];
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) gain[i] = r < heads ? q_gain[i] : k_gain[i];
-    make_row(rows[r], a.qkv + static_cast<size_t>(from) * head_dim, cs, gain, norm != nullptr,
-             r <= heads, head_dim, a.eps);
+        for (int i = 0; i < kPairs; ++i) gain[i] = r < heads ? q_gain[i] : k_gain[i];
+        normalise(mine, gain, per_dim, a.eps);
+      }
+      rotate(mine, cs);
+    }
+    store_row(rows[r], mine, head_dim);
+    if (r >= heads && split == 0 && group == 0) {
+      const size_t row = (static_cast<size_t>(kv) * a.capacity + seen.last) * head_dim;
+      store_row((r == heads ? a.keys : a.values) + row, mine, head_dim);
+    }
   }
   __syncthreads();
   auto piece = [&](int r, int dim) {
     return dim < head_dim ? *reinterpret_cast<const uint4*>(&rows[r][dim]) : make_uint4(0, 0, 0, 0);
   };
-  // The last warp is the first to have no positions of its own.
-  if (split == 0 && group == 0 && warp == WARPS - 1) {
-    const size_t row = (static_cast<size_t>(kv) * a.capacity + seen.last) * head_dim;
-    for (int c = lane; c < 2 * kChunks; c += kWarp) {
-      const int dim = c % kChunks * 8;
-      half* to = (c < kChunks ? a.keys : a.values) + row + dim;
-      if (dim < head_dim) *reinterpret_cast<uint4*>(to) = piece(heads + c / kChunks, dim);
-    }
-  }
   uint4 q[kPieces];
 #pragma unroll
   for (int j = 0; j < kPieces; ++j) {
@@ -248,7 +274,7 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
   }
 
   float greatest[2] = {-INFINITY, -INFINITY};  // of heads 2t and 2t + 1
-  float total[2] = {};                         // of these heads, over this lane's positions
+  float total[4] = {};                         // of these heads, twice
   // [span][i]: dims 64 span + 8 g + 2 i and the next, each of heads 2t and 2t + 1.
   float out[kSpans][4][4] = {};
   for (int stage = 0; base <= seen.last; base += stride) {
@@ -280,8 +306,9 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
     float score[4] = {};  // position g of heads 2t and 2t + 1, then position g + 8
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
-      const uint4 k0 = *reinterpret_cast<const uint4*>(k_tile + place(g, 4 * j + t));
-      const uint4 k1 = *reinterpret_cast<const uint4*>(k_tile + place(g + 8, 4 * j + t));
+      const half* from = k_tile + (k_at ^ j % 2 * 32) + j / 2 * 64;  // place(g, 4 j + t)
+      const uint4 k0 = *reinterpret_cast<const uint4*>(from);
+      const uint4 k1 = *reinterpret_cast<const uint4*>(from + 8 * HEAD_DIM);
       mma_16x8x16(score, k0.x, k1.x, k0.y, k1.y, q[j].x, q[j].y);
       mma_16x8x16(score, k0.z, k1.z, k0.w, k1.w, q[j].z, q[j].w);
     }
@@ -302,17 +329,21 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
       greatest[c] = top;
       score[c] = exp2_quick(score[c] - top);
       score[c + 2] = exp2_quick(score[c + 2] - top);
-      total[c] = total[c] * shrink[c] + score[c] + score[c + 2];
     }
     p[0] = transpose_8x8(pack_half2(score[0], score[1]));
     p[1] = transpose_8x8(pack_half2(score[2], score[3]));
+    // Their sum as a product with ones: as rounded as what it divides, and no shuffles.
+#pragma unroll
+    for (int c = 0; c < 4; ++c) total[c] *= shrink[c % 2];
+    mma_16x8x16(total, kTwoOnes, kTwoOnes, kTwoOnes, kTwoOnes, p[0], p[1]);
 #pragma unroll
     for (int m = 0; m < kSpans; ++m) {
       uint4 v[4];  // positions 2t, 2t + 1, 2t + 8, 2t + 9
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = 2 * t + i % 2 + i / 2 * 8;
-        v[i] = *reinterpret_cast<const uint4*>(v_tile + place(row, 8 * m + g));
+        const int row = i % 2 + i / 2 * 8;  // place(2 t + row, 8 m + g)
+        const half* from = v_tile + (v_at ^ i % 2 * 32) + row * HEAD_DIM + m * 64;
+        v[i] = *reinterpret_cast<const uint4*>(from);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -330,11 +361,6 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
     __syncwarp();
     fetch(base + stages * stride, stage);
     stage = stage + 1 == stages ? 0 : stage + 1;
-  }
-#pragma unroll
-  for (int offset = 4; offset < kWarp; offset *= 2) {
-    total[0] += __shfl_xor_sync(kFullMask, total[0], offset);
-    total[1] += __shfl_xor_sync(kFullMask, total[1], offset);
   }
 
   // Warps of the block first, each weighted by exp2(its greatest score - the block's).
@@ -364,92 +390,106 @@ __global__ void __launch_bounds__(WARPS* kWarp, attend_blocks(HEAD_DIM, WARPS))
     }
   }
   __syncthreads();
-  // Then the blocks of a cluster: each owns a slice of the result and is sent the others' parts.
-  float* inbox = sums + heads * WARPS;                // [splits, slice]
-  float* inbox_tops = inbox + heads * HEAD_DIM;       // [splits, heads]
-  float* inbox_sums = inbox_tops + a.splits * heads;  // [splits, heads]
-  const int slice = heads * HEAD_DIM / a.splits;
-  // A warp joins 16 kVec dims of a head, each half of it one half of the parts. Lane l knows the
-  // weight of part l % WARPS.
-  constexpr int kVec = HEAD_DIM / 4 / WARPS > 4 ? 4 : HEAD_DIM / 4 / WARPS;
-  constexpr int kItems = HEAD_DIM / (16 * kVec);  // of a head
-  for (int item = warp; item < heads * kItems; item += WARPS) {
-    const int h = item / kItems, dim = item % kItems * 16 * kVec + lane % 16 * kVec;
-    const float own_top = tops[h * WARPS + lane % WARPS];
-    float sum = sums[h * WARPS + lane % WARPS];
-    float top = own_top;
+  // Several splits: what each of them has of this block's heads.
+  const size_t first_part = static_cast<size_t>(first_head) * a.splits;
+  float* parts = a.parts + first_part * head_dim;                           // [heads, splits, dims]
+  float* part_tops = a.parts + a.heads * a.splits * head_dim + first_part;  // [heads, splits]
+  float* part_sums = part_tops + a.heads * a.splits;                        // [heads, splits]
+  // A warp joins 64 dims of a head, each half of it one half of the parts.
+  constexpr int kHalf = WARPS / 2;
+  for (int item = warp; item < heads * kSpans; item += WARPS) {
+    const int h = item / kSpans, dim = item % kSpans * 64 + lane % 16 * 4;
+    const int first = lane / 16 * kHalf;
+    const Floats<kHalf> own_tops = *reinterpret_cast<Floats<kHalf>*>(tops + h * WARPS + first);
+    const Floats<kHalf> own_sums = *reinterpret_cast<Floats<kHalf>*>(sums + h * WARPS + first);
+    float top = own_tops.v[0];
 #pragma unroll
-    for (int offset = WARPS / 2; offset > 0; offset /= 2) {
-      top = fmaxf(top, __shfl_xor_sync(kFullMask, top, offset));
+    for (int i = 1; i < kHalf; ++i) top = fmaxf(top, own_tops.v[i]);
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 16));
+    float sum = 0.0f;
+    Floats<4> joined = {};
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      // A warp with no position has -inf, and so has a block with none.
+      const bool none = SPLIT && top == -INFINITY;
+      const float share = none ? 0.0f : exp2_quick(own_tops.v[i] - top);
+      sum = fmaf(own_sums.v[i], share, sum);
+      const Floats<4> own = *reinterpret_cast<const Floats<4>*>(part(first + i, h, dim));
+#pragma unroll
+      for (int v = 0; v < 4; ++v) joined.v[v] = fmaf(own.v[v], share, joined.v[v]);
     }
-    // A warp with no position has -inf, and so has a block with none.
-    const float share = top == -INFINITY ? 0.0f : exp2_quick(own_top - top);
-    sum *= share;
+    sum += __shfl_xor_sync(kFullMask, sum, 16);
 #pragma unroll
-    for (int offset = WARPS / 2; offset > 0; offset /= 2) {
-      sum += __shfl_xor_sync(kFullMask, sum, offset);
-    }
-    Floats<kVec> joined = {};
-#pragma unroll
-    for (int i = 0; i < WARPS / 2; ++i) {
-      const int w = lane / 16 * (WARPS / 2) + i;
-      const float by = __shfl_sync(kFullMask, share, w);
-      const Floats<kVec> own = *reinterpret_cast<const Floats<kVec>*>(part(w, h, dim));
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) joined.v[v] = fmaf(own.v[v], by, joined.v[v]);
-    }
-#pragma unroll
-    for (int v = 0; v < kVec; ++v) joined.v[v] += __shfl_xor_sync(kFullMask, joined.v[v], 16);
+    for (int v = 0; v < 4; ++v) joined.v[v] += __shfl_xor_sync(kFullMask, joined.v[v], 16);
     const bool writes = lane < 16 && dim < head_dim;
-    if (a.splits == 1) {
+    if (!SPLIT) {
       half* to = a.out + static_cast<size_t>(first_head + h) * head_dim + dim;
       const float by = __fdividef(1.0f, sum);
       if (writes) store_halves(to, joined, by);
-    } else if (CLUSTER) {
-      const int e = h * HEAD_DIM + dim;
-      float* to = cluster_shared(inbox, e / slice) + split * slice + e % slice;
-      if (lane < 16) *reinterpret_cast<Floats<kVec>*>(to) = joined;
-      if (item % kItems == 0 && lane < a.splits) {
-        cluster_shared(inbox_tops, lane)[split * heads + h] = top;
-        cluster_shared(inbox_sums, lane)[split * heads + h] = sum;
-      }
     } else {
-      float* parts =
-          a.scratch + static_cast<size_t>((first_head + h) * a.splits + split) * (head_dim + 2);
-#pragma unroll
-      for (int v = 0; v < kVec; ++v) {
-        if (writes) parts[2 + dim + v] = joined.v[v];
-      }
-      if (item % kItems == 0 && lane == 0) {
-        parts[0] = top;
-        parts[1] = sum;
+      float* to = parts + static_cast<size_t>(h * a.splits + split) * head_dim + dim;
+      if (writes) *reinterpret_cast<Floats<4>*>(to) = joined;
+      if (item % kSpans == 0 && lane == 0) {
+        part_tops[h * a.splits + split] = top;
+        part_sums[h * a.splits + split] = sum;
       }
     }
   }
-  if (!CLUSTER || a.splits == 1) return;
+  if (!SPLIT) return;
 
-  cluster_sync();
-  for (int e = threadIdx.x; e < slice; e += WARPS * kWarp) {
-    const int h = (split * slice + e) / HEAD_DIM, dim = (split * slice + e) % HEAD_DIM;
-    float top = -INFINITY, sum = 0.0f, weighted = 0.0f;
-#pragma unroll 4
-    for (int s = 0; s < a.splits; ++s) top = fmaxf(top, inbox_tops[s * heads + h]);
-#pragma unroll 4
-    for (int s = 0; s < a.splits; ++s) {
-      const float share = exp2_quick(inbox_tops[s * heads + h] - top);
-      sum += inbox_sums[s * heads + h] * share;
-      weighted += inbox[s * slice + e] * share;
+  // The last block to come here joins the parts of all. The barrier and one thread's fences order
+  // what the blocks' other threads wrote and read.
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicInc(a.arrived + blockIdx.x, a.splits - 1) == a.splits - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!last) return;
+  // A warp joins 64 dims of a head, each half of it every other split; lane l knows the weight of
+  // split l. All loads of 16 splits are on their way at once.
+  for (int item = warp; item < heads * HEAD_DIM / 64; item += WARPS) {
+    const int h = item / (HEAD_DIM / 64), dim = item % (HEAD_DIM / 64) * 64 + lane % 16 * 4;
+    const bool writes = dim < head_dim;
+    const bool there = lane < a.splits;
+    const float own_top = there ? __ldcg(part_tops + h * a.splits + lane) : -INFINITY;
+    float sum = there ? __ldcg(part_sums + h * a.splits + lane) : 0.0f, share = 0.0f;
+    Floats<4> joined = {};
+    for (int begin = 0; begin < a.splits; begin += 2 * kPartsAtOnce) {
+      float4 v[kPartsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kPartsAtOnce; ++i) {
+        const int s = begin + 2 * i + lane / 16;
+        const float* from = parts + static_cast<size_t>(h * a.splits + s) * head_dim + dim;
+        v[i] = writes && s < a.splits ? __ldcg(reinterpret_cast<const float4*>(from))
+                                      : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
+      if (begin == 0) {
+        share = exp2_quick(own_top - warp_max(own_top));
+        sum = warp_sum(sum * share);
+      }
+#pragma unroll
+      for (int i = 0; i < kPartsAtOnce; ++i) {
+        const float by = __shfl_sync(kFullMask, share, begin + 2 * i + lane / 16);
+        joined.v[0] = fmaf(v[i].x, by, joined.v[0]);
+        joined.v[1] = fmaf(v[i].y, by, joined.v[1]);
+        joined.v[2] = fmaf(v[i].z, by, joined.v[2]);
+        joined.v[3] = fmaf(v[i].w, by, joined.v[3]);
+      }
     }
-    if (dim < head_dim) {
-      a.out[static_cast<size_t>(first_head + h) * head_dim + dim] = __float2half_rn(weighted / sum);
-    }
+#pragma unroll
+    for (int v = 0; v < 4; ++v) joined.v[v] += __shfl_xor_sync(kFullMask, joined.v[v], 16);
+    half* to = a.out + static_cast<size_t>(first_head + h) * head_dim + dim;
+    if (writes && lane < 16) store_halves(to, joined, __fdividef(1.0f, sum));
   }
 }
 
 // Bytes of dynamic shared memory that `attend` needs with this many stages.
 inline int attend_shared_bytes(const Attention& a, int dims, int warps, int stages) {
   const int per_kv = a.heads / a.kv_heads, heads = per_kv < kHeads ? per_kv : kHeads;
-  const int floats = heads * (dims + 2 * warps + 2 * a.splits);
+  const int floats = 2 * heads * warps;
   return warps * stages * 4 * kKeys * dims + floats * static_cast<int>(sizeof(float));
 }
 

@@ -29,6 +29,12 @@ __device__ __forceinline__ void computed_by_now(float& value) {
 #endif
 }
 
+__device__ __forceinline__ void computed_by_now(int& value) {
+#if !defined(MINIDECODE_HOST_SHIM)
+  asm volatile("" : "+r"(value));
+#endif
+}
+
 template <typename T>
 __device__ __forceinline__ void computed_by_now(T*& value) {
 #if !defined(MINIDECODE_HOST_SHIM)
@@ -38,11 +44,14 @@ __device__ __forceinline__ void computed_by_now(T*& value) {
 
 enum class Pdl { kOff, kOn };
 
+// Blocks of a cluster that every GPU with clusters schedules.
+constexpr int kPortableCluster = 8;
+
 struct LaunchShape {
   dim3 grid;
   dim3 block;
   int shared_bytes = 0;  // dynamic; the kernel's limit is raised where that is needed
-  int cluster = 1;       // blocks of a cluster along y
+  int cluster = 1;       // blocks of a cluster along y, up to kPortableCluster
 };
 
 // PDL and clusters need sm_90; asked once per call, a cached attribute in the driver (well under 1
@@ -63,8 +72,6 @@ inline int block_shared_limit() {
   return bytes;
 }
 
-constexpr int kPortableCluster = 8;
-
 // A failed call leaves its status behind for the next one to find; `status` is all that is
 // reported.
 inline cudaError_t cleared(cudaError_t status) {
@@ -81,11 +88,6 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, Pdl pdl,
   if (shape.shared_bytes > 32 * 1024) {
     const cudaError_t status = cudaFuncSetAttribute(
         function, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
-    if (status != cudaSuccess) return cleared(status);
-  }
-  if (shape.cluster > kPortableCluster) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (status != cudaSuccess) return cleared(status);
   }
   cudaLaunchConfig_t config = {};

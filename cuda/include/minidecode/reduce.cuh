@@ -1,4 +1,4 @@
-// Sums over a warp and over a block.
+// Sums and maxima over a warp, and sums over a block.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,6 +13,15 @@ __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset >>= 1) {
     v += __shfl_xor_sync(kFullMask, v, offset);
+  }
+  return v;
+}
+
+// Butterfly maximum: every lane ends with the greatest.
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset >>= 1) {
+    v = fmaxf(v, __shfl_xor_sync(kFullMask, v, offset));
   }
   return v;
 }
