@@ -32,6 +32,8 @@ STEP = shim.CUDA / "step"
 
 # A tile of every kind: few and many rows and threads, unrolled, staged, both at once.
 TILES = (
+    Tile(32, 4, 3),
+    Tile(32, 2, 1, 2),
     Tile(64, 4, 1),
     Tile(96, 4, 2),
     Tile(128, 8, 1),

@@ -174,26 +174,24 @@ __global__ void __launch_bounds__(T::kThreads, T::kResident) fused_linear(const 
     }
   }
 
-  const float mine = warp_sum_many<kSlots>(sum);
-  if (lane < kSlots) partial[warp][lane] = mine;
-  if (NORM) {
-    squares = warp_sum(squares);
-    if (lane == 0) partial[warp][kSlots] = squares;
-  }
-  __syncthreads();
-  if (warp != 0) return;
+  float v = warp_sum_many<kSlots>(sum);
+  if (NORM) squares = warp_sum(squares);
+  if (kWarps > 1) {
+    if (lane < kSlots) partial[warp][lane] = v;
+    if (NORM && lane == 0) partial[warp][kSlots] = squares;
+    __syncthreads();
+    if (warp != 0) return;
 
-  // Every instruction from here on is waited for by the next kernel. Four sums at once.
-  float sums[4] = {};
-  if (lane < (NORM ? kSlots + 1 : kSlots)) {
+    // Every instruction from here on is waited for by the next kernel. Four sums at once.
+    float sums[4] = {};
+    if (lane < (NORM ? kSlots + 1 : kSlots)) {
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) sums[i % 4] += partial[i][lane];
+      for (int i = 0; i < kWarps; ++i) sums[i % 4] += partial[i][lane];
+    }
+    v = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    if (NORM) squares = __shfl_sync(kFullMask, v, kSlots);
   }
-  float v = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  if (NORM) {
-    const float mean = __fdividef(__shfl_sync(kFullMask, v, kSlots), a.k);
-    v *= rsqrtf(mean + a.eps);
-  }
+  if (NORM) v *= rsqrtf(__fdividef(squares, a.k) + a.eps);
   v += extra;
   if (E == Epilogue::kStore || E == Epilogue::kResidual) {
     if (finishes) a.y[row] = __float2half_rn(v);
