@@ -55,7 +55,6 @@ class Call:
     source: str
     function: str
     arguments: tuple[Any, ...]
-    sm90: bool = False  # needs it
     may_refuse: bool = False
 
 
@@ -115,7 +114,6 @@ def attention_fields(
     position: int,
     splits: int,
     *,
-    scratch: bool = False,
     window: int = 0,
     norm: bool = False,
 ) -> Struct:
@@ -127,7 +125,8 @@ def attention_fields(
         keys[:, :first] = values[:, :first] = np.nan
     angle = np.arange(capacity)[:, None] * 0.1 ** np.arange(head_dim // 2)
     rope = np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
-    parts = unknown(heads * splits * (head_dim + 2), dtype=np.float32) if scratch else None
+    parts = unknown(heads * splits * (head_dim + 2), dtype=np.float32) if splits > 1 else None
+    arrived = np.zeros(heads, np.uint32) if splits > 1 else None
     return Struct(
         (
             unknown(heads, head_dim),
@@ -137,7 +136,7 @@ def attention_fields(
             *((halves(head_dim), halves(head_dim)) if norm else (None, None)),
             rope,
             np.array([position], np.int32),
-            parts,
+            *(parts, arrived),
             *(heads, kv_heads, head_dim, capacity, window, EPS, splits, capacity),
         )
     )
@@ -145,17 +144,17 @@ def attention_fields(
 
 def attention_calls() -> Iterator[Call]:
     attention, function = "step/attention.cu", "minidecode_attention"
-    for head_dim, warps, position in ((64, 8, 70), (128, 4, 0), (80, 8, 200), (16, 4, 33)):
+    cases = ((64, 16, 70), (64, 8, 70), (128, 4, 0), (80, 8, 200), (16, 4, 33), (256, 4, 100))
+    for head_dim, warps, position in cases:
         for window, norm in ((0, True), (20, False)):
-            plain = attention_fields(6, 2, head_dim, position, 1, window=window, norm=norm)
-            yield Call(attention, function, (plain, warps, 0))
-            grid = attention_fields(6, 2, head_dim, position, 3, scratch=True, window=window)
-            yield Call(attention, function, (grid, warps, 0))
-            for splits in (2, 8, 16):
-                fields = attention_fields(6, 2, head_dim, position, splits, norm=norm)
-                yield Call(attention, function, (fields, warps, 1), sm90=True)
-    yield Call(attention, function, (attention_fields(20, 2, 64, 40, 1), 8, 0))
-    for head_dim, position in ((20, 30), (256, 5)):
+            for splits in (1, 3, 16):
+                fields = attention_fields(
+                    6, 2, head_dim, position, splits, window=window, norm=norm
+                )
+                yield Call(attention, function, (fields, warps))
+    for splits in (1, 2):
+        yield Call(attention, function, (attention_fields(20, 2, 64, 40, splits), 8))
+    for head_dim, position in ((20, 30), (320, 5)):
         fields = attention_fields(6, 2, head_dim, position, 1, norm=True, window=10)
         yield Call("step/attention_any.cu", "minidecode_attention_any", (fields,))
 
@@ -323,8 +322,6 @@ def run_all(folder: Path) -> int:
     libraries: dict[str, ctypes.CDLL] = {}
     wrong = done = refused = 0
     for call in calls():
-        if call.sm90 and gpu.capability < (9, 0):
-            continue
         if call.source not in libraries:
             libraries[call.source] = ctypes.CDLL(str(library_of(folder, call.source)))
         status = gpu.run(libraries[call.source], call)
