@@ -126,6 +126,7 @@ def test_a_rest_below_zero_gets_a_word() -> None:
     for write in (partial(txt.layers, plain=True), md.layers, html.layers):
         assert "below zero" not in write(report)
         assert "unexplained is below zero" in write(slower)
+    assert re.search(r"^ sum .* 104\.2 ", txt.layers(slower, plain=True), re.MULTILINE)
 
 
 def test_a_share_above_the_ceiling_gets_a_word() -> None:

@@ -58,8 +58,13 @@ def speed(gb_s: float | None, ceiling: float | None = None) -> str:
 
 
 def share(pct: float | None) -> str:
-    """A share in per cent with one decimal, marked when it is above 100."""
+    """A share of what can be read, in per cent with one decimal, marked when it is above 100."""
     return NONE if pct is None else f"{pct:.1f}{ABOVE if is_above(pct) else ''}"
+
+
+def of_step(pct: float | None) -> str:
+    """A share of the step, in per cent."""
+    return NONE if pct is None else f"{pct:.1f}"
 
 
 def layer_notes(report: LayerReport, *, every_row: bool) -> list[str]:

@@ -110,7 +110,7 @@ def _figures(report: LayerReport) -> str:
         ("Read for a token", *_format.size(report.bytes).split(" "), ""),
         (
             "Unexplained",
-            f"{report.unexplained_pct:.1f}",
+            _format.of_step(report.unexplained_pct),
             "%",
             f"{number(report.unexplained_us)} µs",
         ),
@@ -141,7 +141,7 @@ def _tooltip(row: LayerRow, report: LayerReport) -> str:
     """What there is to say of an op, for a title attribute."""
     lines = [
         row.name,
-        f"{number(row.median_us)} µs, {share(row.pct_step)} % of the step",
+        f"{number(row.median_us)} µs, {_format.of_step(row.pct_step)} % of the step",
     ]
     if row.gb_s is not None:
         line = f"{_format.size(row.bytes)} at {speed(row.gb_s, report.read_bw_gb_s)} GB/s"
@@ -258,7 +258,7 @@ def _kinds(report: LayerReport, classes: dict[str, str]) -> str:
     for i, total in enumerate(report.by_kind):
         swatch = f'<span class="swatch {classes[total.name]}"></span>'
         cells = [
-            f"<td>{total.ops}</td><td>{us[i]}</td><td>{share(total.pct_step)}</td>",
+            f"<td>{total.ops}</td><td>{us[i]}</td><td>{_format.of_step(total.pct_step)}</td>",
             f'<td class="bar {classes[total.name]}">{_track(total, longest, report)}</td>',
             *_versus_cells(total.vs_us, total.delta_us, digits, compared),
             f"<td>{_format.size(total.bytes)}</td>",
@@ -268,7 +268,7 @@ def _kinds(report: LayerReport, classes: dict[str, str]) -> str:
         name = html.escape(total.name)
         lines.append(f'<tr><th scope="row" title="{name}">{swatch}{name}</th>{"".join(cells)}</tr>')
     blank = "<td></td><td></td>" if compared else ""
-    sum_share = share(100.0 * report.sum_us / report.step_us)
+    sum_share = _format.of_step(100.0 * report.sum_us / report.step_us)
     change = None if report.vs_step_us is None else report.vs_step_us - report.step_us
     step_vs = "".join(_versus_cells(report.vs_step_us, change, digits, compared))
     foot = (
@@ -277,7 +277,8 @@ def _kinds(report: LayerReport, classes: dict[str, str]) -> str:
         f"<td></td><td></td></tr>"
         f'<tr><th scope="row">unexplained</th><td></td>'
         f"<td>{number(report.unexplained_us, digits)}</td>"
-        f"<td>{report.unexplained_pct:.1f}</td><td></td>{blank}<td></td><td></td><td></td></tr>"
+        f"<td>{_format.of_step(report.unexplained_pct)}</td><td></td>{blank}"
+        f"<td></td><td></td><td></td></tr>"
         f'<tr class="total"><th scope="row">step</th><td></td><td>{us[-1]}</td><td>100.0</td>'
         f"<td></td>{step_vs}<td></td><td>{speed(report.gb_s, report.read_bw_gb_s)}</td>"
         f"<td>{share(report.pct_read_bw)}</td></tr>"
@@ -632,7 +633,7 @@ def _rows(report: LayerReport, classes: dict[str, str]) -> str:
         cells = [
             _cell(row.median_us, us[i]),
             _cell(row.p95_us, p95[i]),
-            _cell(row.pct_step, share(row.pct_step)),
+            _cell(row.pct_step, _format.of_step(row.pct_step)),
             *versus,
             _cell(row.gb_s, speed(row.gb_s, report.read_bw_gb_s)),
             _cell(row.pct_read_bw, share(row.pct_read_bw)),
@@ -693,7 +694,7 @@ def _layer_totals(report: LayerReport) -> str:
         versus = "".join(_versus_cells(total.vs_us, total.delta_us, 2, compared))
         lines.append(
             f'<tr><th scope="row">{html.escape(total.name)}</th><td>{total.ops}</td>'
-            f"<td>{us[i]}</td><td>{share(total.pct_step)}</td>{versus}"
+            f"<td>{us[i]}</td><td>{_format.of_step(total.pct_step)}</td>{versus}"
             f"<td>{_format.size(total.bytes)}</td>"
             f"<td>{speed(total.gb_s, report.read_bw_gb_s)}</td>"
             f"<td>{share(total.pct_read_bw)}</td></tr>"

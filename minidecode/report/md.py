@@ -82,7 +82,7 @@ def layers(report: LayerReport) -> str:
             str(total.ops),
             us[i],
             *([vs[i], delta[i]] if compared else []),
-            share(total.pct_step),
+            _format.of_step(total.pct_step),
             _format.size(total.bytes),
             speed(total.gb_s, report.read_bw_gb_s),
             share(total.pct_read_bw),
@@ -90,10 +90,11 @@ def layers(report: LayerReport) -> str:
         for i, total in enumerate(report.by_kind)
     ]
     blank = ["", ""] if compared else []
-    sum_share = share(100.0 * report.sum_us / report.step_us)
+    sum_share = _format.of_step(100.0 * report.sum_us / report.step_us)
     n_ops = str(len(report.rows))
     rows.append(["sum", n_ops, us[-3], *blank, sum_share, _format.size(report.bytes), "", ""])
-    rows.append(["unexplained", "", us[-2], *blank, f"{report.unexplained_pct:.1f}", "", "", ""])
+    rest = _format.of_step(report.unexplained_pct)
+    rows.append(["unexplained", "", us[-2], *blank, rest, "", "", ""])
     change = None if report.vs_step_us is None else report.vs_step_us - report.step_us
     step_vs = [number(report.vs_step_us, digits), number(change, digits, signed=True)]
     rows.append(
@@ -139,7 +140,7 @@ def _layer_rows(report: LayerReport) -> str:
             *(column[i] for column in columns),
             speed(row.gb_s, report.read_bw_gb_s),
             share(row.pct_read_bw),
-            share(row.pct_step),
+            _format.of_step(row.pct_step),
         ]
         for i, row in enumerate(rows)
     ]

@@ -143,7 +143,7 @@ def _kinds_table(report: LayerReport) -> Table:
             total.name,
             str(total.ops),
             us[i],
-            share(total.pct_step),
+            _format.of_step(total.pct_step),
             *middle,
             speed(total.gb_s, report.read_bw_gb_s),
             share(total.pct_read_bw),
@@ -158,10 +158,10 @@ def _kinds_table(report: LayerReport) -> Table:
         "sum",
         str(len(report.rows)),
         us[-3],
-        share(100.0 * report.sum_us / report.step_us),
+        _format.of_step(100.0 * report.sum_us / report.step_us),
         *(blank if compared else [_format.size(report.bytes)]),
     )
-    table.add_row("unexplained", "", us[-2], f"{report.unexplained_pct:.1f}", *blank)
+    table.add_row("unexplained", "", us[-2], _format.of_step(report.unexplained_pct), *blank)
     table.add_row(
         "step",
         "",
