@@ -283,7 +283,7 @@ def run_stage(folder: Path, limit: float) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any] | None:
-    """Machine and versions, as `minidecode env` has them; None where it fails."""
+    """Machine and versions, as `minidecode env` has them, without paths; None where it fails."""
     command = [sys.executable, "-m", "minidecode", "env", "--json"]
     with tempfile.TemporaryDirectory() as scratch:
         target, log = Path(scratch) / "env.json", Path(scratch) / "env.log"
@@ -292,7 +292,8 @@ def environment() -> dict[str, Any] | None:
     if not isinstance(found, dict):
         print(done.output, file=sys.stderr)
         return None
-    return found
+    machine: dict[str, Any] = found["environment"]
+    return machine
 
 
 def has_gpu() -> bool:
