@@ -2,8 +2,9 @@
 
 JSON, Markdown, HTML and text go to scripts/results/<gpu>/; where $OUT is set, they are packed into
 $OUT/results.tar after each command, so that a run cut short keeps them. Every command is one that a
-user could type; each has a process of its own, forked after the imports, which are most of the
-start-up time of a short measurement. LIMIT (150 by default) is the most seconds for one of them.
+user could type; each has a process of its own, those of minidecode forked after the imports, which
+are most of the start-up time of a short measurement. LIMIT (150 by default) is the most seconds for
+one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +29,9 @@ SETS = "fused,half2_stream,half2_block,cublas"
 RIGHT = "tests/fixtures/hostile/hostile.py:right"
 HALF_AS_FAST = "tests/fixtures/user_kernels.py:half_as_fast"
 IMPORTS = ("torch", "transformers", "minidecode.cli.measure", "minidecode.decode")
+
+# What a command may begin with that is not one of minidecode's.
+PROGRAMS = (sys.executable, "bash")
 
 # The file that takes a command's standard output, and the command.
 Kept = tuple[str, list[str]]
@@ -99,11 +103,14 @@ def report(results: str) -> Iterator[Kept]:
 
 
 def ab(results: str) -> Iterator[Kept]:
-    """The pairs that people ask for."""
+    """The pairs that people ask for; the user's kernel is the README's."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    mine = Path(results) / "mine.cu"
+    mine.write_text(readme.partition("```cuda\n")[2].partition("```")[0], encoding="utf-8")
     pairs = {
         "half2_block": ("cublas", "half2_block"),
         "fused": ("cublas", "fused"),
-        "user": ("half2_block", "tests/fixtures/hostile/right.cu"),
+        "user": ("half2_block", str(mine)),
     }
     for model in ("example", LARGE):
         for name, pair in pairs.items():
@@ -124,9 +131,23 @@ def aa(_: str) -> Iterator[Kept]:
         yield f"aa-{i}.json", ["ab", "fused", "fused", "-m", "example", "-q", "--json", "-"]
 
 
-PARTS = {
+def peers(_: str) -> Iterator[Kept]:
+    """transformers and a compiled torch step."""
+    command = [sys.executable, "scripts/peers.py", "-m", MEDIUM, "-o", "md"]
+    yield f"peers-{short(MEDIUM)}.md", command
+
+
+def ncu(_: str) -> Iterator[Kept]:
+    """What the hardware's counters say of each GEMV."""
+    yield "ncu.md", ["bash", "scripts/ncu.sh"]
+
+
+PARTS: dict[str, Callable[[str], Iterator[Kept]]] = {
     part.__name__: part
-    for part in (example, bench, long, sampling, families, gemv, layers, report, ab, slow, aa)
+    for part in (
+        *(example, bench, long, sampling, families, gemv, layers),
+        *(report, ab, slow, aa, peers, ncu),
+    )
 }
 
 
@@ -140,6 +161,8 @@ def run(target: Path, command: list[str], limit: float) -> int:
         with contextlib.suppress(BaseException):
             os.dup2(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 1)
             os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
+            if command[0] in PROGRAMS:
+                os.execvp(command[0], command)
             from minidecode import cli
 
             code = cli.main(command)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every figure that the project quotes, measured in one go on a GPU machine:
 #   scripts/measure.sh [example] [bench] [long] [sampling] [families] [gemv] [layers] [report] [ab]
-#                      [slow] [aa]                   (default: all, in this order; see measure.py)
+#                      [slow] [aa] [peers] [ncu]     (default: all, in this order; see measure.py)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}
