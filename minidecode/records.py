@@ -330,6 +330,7 @@ class LayerReport(Record):
     samples: int  # steps that each median is taken over
     method: str  # how the times were taken, in a few words
     step_us: float  # measured apart from the rows
+    recorded_step_us: float | None = None  # the step while the rows were taken, which slows it
     vs_step_us: float | None = None
     sum_us: float
     unexplained_us: float  # step_us - sum_us

@@ -245,6 +245,8 @@ def test_both_passes_of_a_gpu_meet_in_the_rows(
     monkeypatch.setattr(throughput, "timed_steps", lambda *_, **__: 50.0)
     (times,) = layers._measure_gpu(decoder, [decoder.kernel_set], 20, lambda share, label: None)
     assert times.step_us == 50.0
+    whole = sum(cost.get(op.kind, 1.0) for op in real.ops)
+    assert times.recorded_steps == pytest.approx([whole] * layers.PROFILED * STEPS_PER_GRAPH)
     assert [op.name for op in times.ops] == [op.name for op in real.ops]
     for op, row in zip(times.ops, times.rows, strict=True):
         us = cost.get(op.kind, 1.0)
@@ -345,6 +347,8 @@ def test_a_row_for_every_op_and_sums_that_add_up(
     assert found.bytes == plan.bytes_per_token(30)
     assert found.sum_us == pytest.approx(sum(row.median_us for row in found.rows))
     assert found.unexplained_us == pytest.approx(found.step_us - found.sum_us)
+    # The medians of parts and the median of wholes are near each other.
+    assert found.recorded_step_us == pytest.approx(found.sum_us, rel=0.5)
     assert all(0 < row.median_us <= (row.p95_us or 0) for row in found.rows)
     assert all((row.alone_us or 0) > 0 for row in found.rows)
     # The clock itself, and whatever else runs on a busy machine.

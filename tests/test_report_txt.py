@@ -122,10 +122,10 @@ def test_every_op_has_its_line_when_asked() -> None:
 
 def test_a_rest_below_zero_gets_a_word() -> None:
     report = layer_report()
-    slower = layer_report(step_us=report.sum_us * 0.96)
+    slower = layer_report(step_us=report.sum_us * 0.96, recorded_step_us=654.32)
     for write in (partial(txt.layers, plain=True), md.layers, html.layers):
         assert "below zero" not in write(report)
-        assert "unexplained is below zero" in write(slower)
+        assert "below zero: with every op recorded the step took 654.32 µs" in write(slower)
     assert re.search(r"^ sum .* 104\.2 ", txt.layers(slower, plain=True), re.MULTILINE)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import tempfile
@@ -87,6 +88,11 @@ class StepTimes:
     def step_us(self) -> float:
         return stats.median(self.steps)
 
+    @property
+    def recorded_steps(self) -> list[float]:
+        """What the steps took that the rows are of, µs."""
+        return [math.fsum(step) for step in zip(*(row.exposed for row in self.rows), strict=True)]
+
 
 def report(
     decoder: Decoder,
@@ -139,6 +145,7 @@ def report(
         vs=None if vs is None else vs.name,
         depth=depth,
         samples=len(times.rows[0].exposed),
+        recorded_step_us=stats.median(times.recorded_steps),
         method="kernel records of graph replays" if on_gpu else "a clock around every op",
         vs_step_us=measured[1].step_us if vs is not None else None,
         command=command,

@@ -21,7 +21,6 @@ ABOVE = "*"
 ABOVE_LAYERS = (
     "above 100 %: reading began while the op before still ran, or a cache served part of it"
 )
-SLOWED = "unexplained is below zero: recording every kernel slows the step"
 ABOVE_RUNS = "above the measured read ceiling: a cache served part of it"
 ABOVE_GEMV = "above 100 %: faster than our pure read of the same bytes"
 CACHED = "cache"
@@ -74,8 +73,11 @@ def layer_notes(report: LayerReport, *, every_row: bool) -> list[str]:
     shares += [row.pct_read_bw for row in report.rows] if every_row else []
     if any(is_above(pct) for pct in shares):
         notes.append(f"{ABOVE} {ABOVE_LAYERS}")
-    if report.unexplained_pct <= -0.5:
-        notes.append(SLOWED)
+    if report.unexplained_pct <= -0.5 and report.recorded_step_us is not None:
+        recorded = number(report.recorded_step_us)
+        notes.append(
+            f"unexplained is below zero: with every op recorded the step took {recorded} µs"
+        )
     return notes
 
 

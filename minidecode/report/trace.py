@@ -64,6 +64,7 @@ def layers(report: LayerReport) -> str:
             "depth": report.depth,
             "step_us": report.step_us,
             "unexplained_us": report.unexplained_us,
+            "recorded_step_us": report.recorded_step_us,
             "read_bw_gb_s": report.read_bw_gb_s,
             "command": report.command,
             "environment": report.environment.to_dict(),
