@@ -83,15 +83,15 @@ def sampling(_: str) -> Iterator[Kept]:
 def layers(_: str) -> Iterator[Kept]:
     """Every linear layer's shape alone."""
     for name in ("smollm2-135m", "llama-3.2-1b", "llama-3.2-3b", "mistral-7b", "llama-3.1-8b"):
-        kernels = ["--kernel", "half2_stream,cublas", "-o", "md"]
-        yield f"gemv-{name}.md", ["gemv", "-m", f"synthetic:{name}", *kernels]
+        kernels = ["--kernel", "half2_stream,cublas", "-o", "json"]
+        yield f"gemv-{name}.json", ["gemv", "-m", f"synthetic:{name}", *kernels]
 
 
 def gemv(_: str) -> Iterator[Kept]:
     """Every kernel alone at the square sizes."""
     kernels = "naive,column_atomic,shared_tree,warp_row,half2_block,half2_stream"
     kernels += ",triton_rowblock,cublas"
-    yield "gemv.md", ["gemv", "--dtype", "both", "-o", "md", "--kernel", kernels]
+    yield "gemv.json", ["gemv", "--dtype", "both", "-o", "json", "--kernel", kernels]
 
 
 def report(results: str) -> Iterator[Kept]:
@@ -152,11 +152,12 @@ PARTS: dict[str, Callable[[str], Iterator[Kept]]] = {
 
 
 def run(target: Path, command: list[str], limit: float) -> int:
-    """Run a command of minidecode with its output in `target`; its exit status, 124 if too slow."""
+    """Run a command with its output in `target`; its exit status, 124 if it was too slow."""
     log = target.with_name(target.name + ".log")
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
+        os.setsid()  # so that what it starts can be ended with it
         code = 1
         with contextlib.suppress(BaseException):
             os.dup2(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 1)
@@ -168,16 +169,18 @@ def run(target: Path, command: list[str], limit: float) -> int:
             code = cli.main(command)
         os._exit(code)
     end = time.monotonic() + limit
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        time.sleep(0.02)
-    else:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    try:
+        while time.monotonic() < end:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
         return 124
-    return os.waitstatus_to_exitcode(status)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
 
 
 def gpu_name() -> str | None:

@@ -50,14 +50,21 @@ def test_ten_runs_of_a_kernel_against_itself() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["fused", "cublas", "half2_block"])
-@pytest.mark.parametrize("model", [SMALL, MEDIUM])
+@pytest.mark.parametrize(("model", "most_pct"), [(SMALL, 8.0), (MEDIUM, 4.0)])
 def test_the_ops_add_up_to_the_step(
-    capsys: pytest.CaptureFixture[str], model: str, kernel: str
+    capsys: pytest.CaptureFixture[str], model: str, most_pct: float, kernel: str
 ) -> None:
     found = report(capsys, "-m", model, "--kernel", kernel)
-    # Recording a kernel costs the step up to 0.3 us on an H200, hidden where kernels overlap.
+    recorded = found.recorded_step_us
+    assert recorded is not None
     launched = sum(len(row.kernels) for row in found.rows)
-    assert -0.4 * launched < found.unexplained_us < 0.1 * launched
+    # The ops add up to the step that they were recorded in. That is longer than the step itself:
+    # on an H200 by 0.3 us a kernel for half2_block, beyond the limit at 1B.
+    assert abs(recorded - found.sum_us) < most_pct / 100 * found.step_us
+    assert recorded - found.step_us < 0.4 * launched
+    assert found.unexplained_us < 0.1 * launched
+    if (model, kernel) != (MEDIUM, "half2_block"):
+        assert abs(found.unexplained_pct) < most_pct
     assert found.samples > 5 * STEPS_PER_GRAPH
     assert found.method == "kernel records of graph replays"
     for row in found.rows:

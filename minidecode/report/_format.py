@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from minidecode.records import (
+    Arm,
     Environment,
     GemvRow,
     GpuState,
@@ -79,6 +80,12 @@ def layer_notes(report: LayerReport, *, every_row: bool) -> list[str]:
             f"unexplained is below zero: with every op recorded the step took {recorded} µs"
         )
     return notes
+
+
+def run_notes(runs: Iterable[Run | Arm]) -> list[str]:
+    """What has to be said below the rates of some runs."""
+    above = any(is_above(run.pct_read_bw) for run in runs)
+    return [f"{ABOVE} {ABOVE_RUNS}"] if above else []
 
 
 def gemv_share(row: GemvRow) -> str:

@@ -5,15 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from minidecode.records import (
-    ABResult,
-    CheckResult,
-    Environment,
-    GemvReport,
-    LayerReport,
-    Run,
-    is_above,
-)
+from minidecode.records import ABResult, CheckResult, Environment, GemvReport, LayerReport, Run
 from minidecode.report import _format
 from minidecode.report._format import NONE, number, numbers, share, speed
 
@@ -170,9 +162,7 @@ def runs(results: Sequence[Run]) -> str:
     text = _table(heads, rows)
     if results and results[0].build_commit:
         text += _note(f"build: {results[0].build_commit}, {results[0].environment.hardware}")
-    if any(is_above(run.pct_read_bw) for run in results):
-        text += _note(f"{_format.ABOVE} {_format.ABOVE_RUNS}")
-    return text
+    return text + "".join(map(_note, _format.run_notes(results)))
 
 
 def ab(result: ABResult) -> str:
@@ -215,8 +205,7 @@ def ab(result: ABResult) -> str:
     text += f"\n{_table(gate_heads, gates)}"
     if change:
         text += _note(change)
-    if any(is_above(arm.pct_read_bw) for arm in (result.a, result.b)):
-        text += _note(f"{_format.ABOVE} {_format.ABOVE_RUNS}")
+    text += "".join(map(_note, _format.run_notes((result.a, result.b))))
     return f"{text}\n{_code(result.command)}"
 
 

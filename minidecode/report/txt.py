@@ -15,7 +15,6 @@ from minidecode.records import (
     GemvReport,
     LayerReport,
     Run,
-    is_above,
 )
 from minidecode.report import _format
 from minidecode.report._format import NONE, number, numbers, share, speed
@@ -228,8 +227,7 @@ def runs(results: Sequence[Run], *, plain: bool = False, width: int = WIDTH) -> 
     if first.read_bw_gb_s is not None:
         line += f", read ceiling {speed(first.read_bw_gb_s)} GB/s, measured"
     parts: list[Any] = [table, _text(line, "dim")]
-    if any(is_above(run.pct_read_bw) for run in results):
-        parts.append(_text(f"{_format.ABOVE} {_format.ABOVE_RUNS}", "dim"))
+    parts += [_text(note, "dim") for note in _format.run_notes(results)]
     return _render(parts, plain=plain, width=width)
 
 
@@ -269,8 +267,7 @@ def ab(result: ABResult, *, plain: bool = False, width: int = WIDTH) -> str:
     change = _format.state_change(result.state_before, result.state_after)
     if change:
         parts.append(_text(change, "dim"))
-    if any(is_above(arm.pct_read_bw) for arm in (result.a, result.b)):
-        parts.append(_text(f"{_format.ABOVE} {_format.ABOVE_RUNS}", "dim"))
+    parts += [_text(note, "dim") for note in _format.run_notes((result.a, result.b))]
     colour = {FASTER: "green", NO_DIFFERENCE: "yellow"}.get(result.verdict, "red")
     parts += ["", _text(result.sentence, f"bold {colour}")]
     return _render(parts, plain=plain, width=width)
