@@ -209,9 +209,10 @@ def attention(out: torch.Tensor, qkv: torch.Tensor, cache: Cache, split: Split) 
     out FP16 [heads * head_dim]; qkv FP16 [(heads + 2 kv_heads) * head_dim].
     """
     head_dim = cache.keys.shape[2]
-    args, held = _attention_args(out, qkv, cache, split)
     if head_dim % 16 or head_dim > TENSOR_CORE_HEAD_DIM:
+        args, held = _attention_args(out, qkv, cache, Split(1, split.warps))
         return _bound("attention_any", "minidecode_attention_any", (args,), held)
+    args, held = _attention_args(out, qkv, cache, split)
     return _bound("attention", "minidecode_attention", (args, _int(split.warps)), held)
 
 

@@ -120,10 +120,10 @@ _HEADS = (
 
 
 def default_tile(n: int, k: int, sm90: bool) -> Tile:
-    """A sensible tile where nothing was measured, by what won on an H200 for three models.
+    """A sensible tile where nothing was measured, after searches on an H200 with three models.
 
-    Long rows want large blocks of registers. On sm_90 nearly all other layers did best split
-    between registers and shared memory, with many blocks on a multiprocessor.
+    Long rows get large blocks of registers. On sm_90 most other layers are split between registers
+    and shared memory, with many blocks on a multiprocessor.
     """
     if n * k >= 2**23 and k >= 8192:
         return Tile(512, 8, resident=2)
@@ -226,10 +226,8 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
 
 def split_candidates(heads: Heads, device: Device) -> list[Split]:
     """Splits of the attention worth measuring."""
-    most_warps, least_warps = (
-        default_split(heads, 1, device).warps,
-        2 if heads.head_dim > 128 else 4,
-    )
+    most_warps = default_split(heads, 1, device).warps
+    least_warps = 2 if heads.head_dim > 128 else 4
     return [
         Split(splits, warps)
         for warps in (most_warps // 4, most_warps // 2, most_warps)

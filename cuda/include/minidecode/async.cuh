@@ -20,6 +20,16 @@ __device__ inline void bulk_copy(void* shared, const void* global, uint32_t byte
 
 #else
 
+// The L2 policy of data that is read once a token: the first to leave, so that it displaces nothing
+// that is still to be read.
+__device__ __forceinline__ uint64_t leaves_first() {
+  uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -59,16 +69,14 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 #endif
 }
 
-// Both addresses and `bytes` are multiples of 16. Weights are read once a token: first to leave L2.
+// Both addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes,
                                           uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(leaves_first())
       : "memory");
 #endif
 }
@@ -78,9 +86,9 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
 // Copies 16 bytes, or clears them if not `there`. Whoever reads them waits, then synchronises.
 __device__ __forceinline__ void async_copy(void* shared, const void* global, bool there) {
 #if !defined(MINIDECODE_HOST_SHIM) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-               "l"(global), "r"(there ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(there ? 16 : 0), "l"(leaves_first())
                : "memory");
 #else
   *static_cast<uint4*>(shared) =

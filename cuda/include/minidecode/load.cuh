@@ -8,13 +8,14 @@
 
 namespace minidecode {
 
-// 16 bytes that no other block reads again: past L1, in whole 256-byte L2 sectors.
+// 16 bytes that no other block reads again: past L1. Without L2::256B, which costs a step 1 % on an
+// H200.
 __device__ __forceinline__ uint4 load_stream(const void* p) {
 #if defined(MINIDECODE_HOST_SHIM)
   return *static_cast<const uint4*>(p);
 #elif __CUDA_ARCH__ >= 800
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
   return v;
