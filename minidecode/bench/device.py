@@ -362,8 +362,8 @@ def _cuda_readers(buffer: torch.Tensor, n_bytes: int) -> list[timer.Call]:
 
         return read
 
-    # A large read is fastest with no more in flight than it takes: on an H200 512 threads an SM
-    # reach 4.38 TB/s and 1024 or more 4.28. Reads of a few MB want more threads and small blocks.
+    # A large read is fastest with no more in flight than it takes. Reads of a few MB want more
+    # threads and small blocks.
     shapes = ((1, 512), (2, 256), (1, 1024), (2, 512), (4, 256), (8, 256), (16, 128))
     return [reader(per_sm * sms, threads) for per_sm, threads in shapes]
 
