@@ -3,7 +3,7 @@
 JSON, Markdown, HTML and text go to scripts/results/<gpu>/; where $OUT is set, they are packed into
 $OUT/results.tar after each command, so that a run cut short keeps them. Every command is one that a
 user could type; each has a process of its own, those of minidecode forked after the imports, which
-are most of the start-up time of a short measurement. LIMIT (150 by default) is the most seconds for
+are most of the start-up time of a short measurement. LIMIT (300 by default) is the most seconds for
 one of them.
 """
 
@@ -210,13 +210,15 @@ def main() -> int:
     for name in names:
         for file, command in PARTS[name](str(results)):
             began = time.monotonic()
-            status = run(results / file, command, float(os.environ.get("LIMIT", "150")))
+            status = run(results / file, command, float(os.environ.get("LIMIT", "300")))
             log = results / f"{file}.log"
             took = f"({time.monotonic() - began:.0f} s)"
             if status == 0:
                 print(f"{results / file} {took}", flush=True)
             else:
                 failed = True
+                if (results / file).stat().st_size == 0:
+                    (results / file).unlink()
                 words = log.read_text(encoding="utf-8", errors="replace").split("\n")[-3:]
                 print(f"{results / file} FAILED {took}: {status} {' '.join(words)}", flush=True)
             log.unlink(missing_ok=True)

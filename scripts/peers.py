@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import sys
 import time
@@ -254,6 +255,12 @@ class TorchStep:
             if isinstance(stage, Attention)
         ]
         self.head = tensors(blueprint.head)
+        # A CUDA graph copies its other inputs before each replay, and is not made at all if one of
+        # those is written to.
+        stages = [*itertools.chain(*self.layers), self.head]
+        held = [t for stage in stages for t in stage.values() if t is not None]
+        for tensor in (self.embedding, self.keys, self.values, self.rope, self.seen, *held):
+            torch._dynamo.mark_static_address(tensor)
 
     def __call__(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """FP16 logits [1, vocab] after `token` INT64 [1], which is at `position` INT64 [1]."""

@@ -70,6 +70,32 @@ def test_the_torch_step_computes_the_model(peers: Any, tmp_path: Path, model_typ
     assert float((found - expected).norm() / expected.norm()) < 5e-3
 
 
+def test_a_cuda_graph_of_the_torch_step_copies_only_token_and_position(
+    peers: Any, tiny_model: str
+) -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    seen: dict[str, Any] = {}
+
+    def look(module: Any, inputs: list[Any]) -> Any:
+        # What torch.compile itself goes by to make a CUDA graph, or to go without.
+        traced = torch._guards.TracingContext.get().fw_metadata
+        seen["static"] = set(traced.static_input_indices)
+        seen["written"] = {i for i, x in enumerate(traced.input_info) if x.mutates_data}
+        seen["copied"] = [
+            tensor.dtype for i, tensor in enumerate(inputs) if i not in seen["static"]
+        ]
+        return module.forward
+
+    step = peers.TorchStep(minidecode.load(tiny_model), 32)
+    compiled = torch.compile(step.__call__, backend=aot_autograd(fw_compiler=look), fullgraph=True)
+    with torch.inference_mode():
+        compiled(torch.zeros(1, dtype=torch.int64), torch.full((1,), 3))
+    assert seen["copied"] == [torch.int64, torch.int64]
+    assert len(seen["written"]) == 2
+    assert seen["written"] <= seen["static"]
+
+
 def test_transformers_beside_minidecode_and_llama_bench(
     peers: Any, capsys: pytest.CaptureFixture[str], tiny_model: str, tmp_path: Path
 ) -> None:
