@@ -3,8 +3,8 @@
 JSON, Markdown, HTML and text go to scripts/results/<gpu>/; where $OUT is set, they are packed into
 $OUT/results.tar after each command, so that a run cut short keeps them. Every command is one that a
 user could type; each has a process of its own, those of minidecode forked after the imports, which
-are most of the start-up time of a short measurement. LIMIT (300 by default) is the most seconds for
-one of them.
+are most of the start-up time of a short measurement. What an earlier run kept is replaced once a
+command has written something. LIMIT (300 by default) is the most seconds for one of them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def bench_command(model: str, depth: int, repeats: int, kernels: str) -> list[st
 
 def bench(_: str) -> Iterator[Kept]:
     """Decode rates of all kernel sets."""
-    for model in (SMALL, MEDIUM, LARGE):
+    for model in ("example", SMALL, MEDIUM, LARGE):
         yield f"bench-{short(model)}.json", bench_command(model, 128, 5, SETS)
 
 
@@ -151,9 +151,8 @@ PARTS: dict[str, Callable[[str], Iterator[Kept]]] = {
 }
 
 
-def run(target: Path, command: list[str], limit: float) -> int:
-    """Run a command with its output in `target`; its exit status, 124 if it was too slow."""
-    log = target.with_name(target.name + ".log")
+def run(target: Path, log: Path, command: list[str], limit: float) -> int:
+    """Run a command with its output in these files; its exit status, 124 if it was too slow."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -210,15 +209,17 @@ def main() -> int:
     for name in names:
         for file, command in PARTS[name](str(results)):
             began = time.monotonic()
-            status = run(results / file, command, float(os.environ.get("LIMIT", "300")))
-            log = results / f"{file}.log"
+            new, log = results / f"{file}.part", results / f"{file}.log"
+            status = run(new, log, command, float(os.environ.get("LIMIT", "300")))
+            if new.stat().st_size > 0:
+                new.replace(results / file)
+            else:
+                new.unlink()
             took = f"({time.monotonic() - began:.0f} s)"
             if status == 0:
                 print(f"{results / file} {took}", flush=True)
             else:
                 failed = True
-                if (results / file).stat().st_size == 0:
-                    (results / file).unlink()
                 words = log.read_text(encoding="utf-8", errors="replace").split("\n")[-3:]
                 print(f"{results / file} FAILED {took}: {status} {' '.join(words)}", flush=True)
             log.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every figure that the project quotes, measured in one go on a GPU machine:
+# What the project quotes of a GPU, measured in one go:
 #   scripts/measure.sh [example] [bench] [long] [sampling] [families] [gemv] [layers] [report] [ab]
 #                      [slow] [aa] [peers] [ncu]     (default: all, in this order; see measure.py)
 set -euo pipefail

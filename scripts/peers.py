@@ -7,8 +7,8 @@ directory of Hugging Face's the same ones, of a synthetic model random ones of t
 
 - transformers: generate() as it is, eager, with its dynamic cache
 - transformers-static: generate(cache_implementation="static"), whose forward is compiled
-- compile: a plain torch step over minidecode's own weights, compiled with CUDA graphs, as gpt-fast
-  does it (coordinate descent tuning)
+- compile: a plain torch step over minidecode's own weights, compiled as gpt-fast does it: with
+  coordinate descent tuning, and with CUDA graphs unless torch logs that it made none
 - a llama-bench that was run on this machine: its `-o json` or `-o jsonl`, text tests only
 
 Rates are wall clock over the tokens after the first, compilation excluded. `step µs` of the others
@@ -318,7 +318,7 @@ class TorchStep:
 
 
 def compiled_step(decoder: Decoder, spec: str, n: int, depth: int, repeats: int) -> list[int]:
-    """ns of `n` tokens of a torch step that torch.compile has made into one CUDA graph."""
+    """ns of `n` tokens of a compiled torch step."""
     import torch._inductor.config
 
     torch._inductor.config.coordinate_descent_tuning = True

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minidecode.kernels import build
+from minidecode.kernels.tiles import Heads
 
 Array = npt.NDArray[Any]
 
@@ -126,7 +127,8 @@ def attention_fields(
     angle = np.arange(capacity)[:, None] * 0.1 ** np.arange(head_dim // 2)
     rope = np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
     parts = unknown(heads * splits * (head_dim + 2), dtype=np.float32) if splits > 1 else None
-    arrived = np.zeros(heads, np.uint32) if splits > 1 else None
+    groups = Heads(heads, kv_heads, head_dim).groups
+    arrived = np.zeros(groups, np.uint32) if splits > 1 else None
     return Struct(
         (
             unknown(heads, head_dim),
