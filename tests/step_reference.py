@@ -25,6 +25,12 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Wide:
     return v / np.sqrt(np.mean(v * v, axis=-1, keepdims=True) + eps) * wide(weight)
 
 
+def half_rms_norm(x: Array, weight: Array, eps: float) -> Wide:
+    """As the fused kernels have it: x times the weight is rounded to FP16, then scaled."""
+    v = wide(x)
+    return half(v * wide(weight)) / np.sqrt(np.mean(v * v) + eps)
+
+
 def silu(v: Wide) -> Wide:
     with np.errstate(over="ignore"):
         return v / (1.0 + np.exp(-v))

@@ -70,6 +70,13 @@ def check(out: torch.Tensor, expected: torch.Tensor, terms: Any, what: object = 
     assert not len(bad), f"{what}: {len(bad)} wrong, first [{int(bad[0])}]: off by {off[bad[0]]}"
 
 
+def normed(x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """RMSNorm in FP64 but for x times the weight, which the fused kernels round to FP16."""
+    scaled, scale = step.scaled_norm(norm)
+    product = (x.double() * scaled.double()).half().double()
+    return product / scale / (x.double().square().mean() + EPS).sqrt()
+
+
 def fused_linear_expected(
     stem: str,
     w: torch.Tensor,
@@ -79,9 +86,7 @@ def fused_linear_expected(
     y: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(what the kernel must give, the size of the terms), FP64."""
-    inputs = x.double()
-    if norm is not None:
-        inputs = inputs / (inputs.square().mean() + EPS).sqrt() * norm.double()
+    inputs = x.double() if norm is None else normed(x, norm)
     v, terms = w.double() @ inputs, w.double().abs() @ inputs.abs()
     if bias is not None:
         v, terms = v + bias.double(), terms + bias.double().abs()
@@ -105,10 +110,10 @@ def test_fused_linear_with_every_tile(random: torch.Generator, stem: str, k: int
         norm = halves(random, k, scale=0.2, add=1.0)
         bias = halves(random, n) if with_bias else None
         before = halves(random, rows)
-        normed = None if stem == step.LINEAR_RESIDUAL else norm
-        expected, terms = fused_linear_expected(stem, w, x, normed, bias, before)
+        gain = None if stem == step.LINEAR_RESIDUAL else norm
+        expected, terms = fused_linear_expected(stem, w, x, gain, bias, before)
         for tile in tiles:
-            run_fused_linear(stem, tile, w, x, normed, bias, before, expected, terms)
+            run_fused_linear(stem, tile, w, x, gain, bias, before, expected, terms)
 
 
 def run_fused_linear(
@@ -144,9 +149,9 @@ def token_of(best: torch.Tensor) -> int:
 @pytest.mark.parametrize("n", [65_536, 128_256, 151_936])
 def test_last_row_of_a_large_head(random: torch.Generator, n: int) -> None:
     w, x, norm = halves(random, n, 64), halves(random, 64), halves(random, 64)
-    inputs = x.double() / (x.double().square().mean() + EPS).sqrt() * norm.double()
+    inputs = normed(x, norm)
     expected, terms = w.double() @ inputs, w.double().abs() @ inputs.abs()
-    for tile in (default_tile(n, 64, sm90()), *tile_candidates(64, sm90())[-3:]):
+    for tile in (default_tile(n, 64, device()), *tile_candidates(64, sm90())[-3:]):
         logits = nan(n, dtype=torch.float32)
         best = torch.zeros(1, dtype=torch.int64, device="cuda")
         step.fused_linear(
@@ -543,7 +548,7 @@ def test_on_a_side_stream_and_in_a_graph_with_other_inputs(random: torch.Generat
     w, x, norm = halves(random, 960, 576), halves(random, 576), halves(random, 576)
     y = nan(960)
     launch = step.fused_linear(
-        step.NORM_LINEAR, default_tile(960, 576, sm90()), w=w, x=x, y=y, norm=norm, eps=EPS
+        step.NORM_LINEAR, default_tile(960, 576, device()), w=w, x=x, y=y, norm=norm, eps=EPS
     )
     launch()
     expected = [y.clone()]

@@ -330,10 +330,10 @@ A100 = Device(108, False)
 @pytest.mark.parametrize("k", [8, 576, 1536, 2048, 4096, 14_336])
 @pytest.mark.parametrize("n", [8, 960, 3072, 28_672, 151_936])
 def test_default_tile_runs_everywhere(n: int, k: int) -> None:
-    for sm90 in (False, True):
-        tile = default_tile(n, k, sm90)
-        assert tile.fits(k, sm90)
-        assert (tile.rows + tile.staged) % 2 == 0  # gate and up in pairs
+    for device in (A100, H200):
+        tile = default_tile(n, k, device)
+        assert tile.fits(k, device.sm90)
+        assert tile.rows % 2 == tile.staged % 2 == 0  # multiplied in pairs
         assert tile.threads % 32 == 0
 
 
@@ -343,8 +343,8 @@ def test_tile_candidates(k: int) -> None:
     assert len(set(tiles)) == len(tiles)
     for tile in tiles:
         assert tile.threads % 32 == 0
-        assert 0 < tile.rows + tile.staged <= 32
-        assert (tile.rows + tile.staged) % 2 == 0
+        assert 0 < tile.rows + tile.staged < 32
+        assert tile.rows % 2 == tile.staged % 2 == 0
         assert tile.staged * k * 2 <= STAGED_BYTES
     assert not any(tile.staged for tile in tile_candidates(k, sm90=False))
 
@@ -376,11 +376,11 @@ def test_choices_that_a_gpu_cannot_run_are_left() -> None:
         tiles={tile_key("qkv", 960, 576): staged, tile_key("o", 576, 576): Tile(64, 4)},
         splits={split_key(sizes, 256): Split(4, 8)},
     )
-    assert measured.tile("qkv", 960, 576) == default_tile(960, 576, False)
+    assert measured.tile("qkv", 960, 576) == default_tile(960, 576, A100)
     assert measured.tile("o", 576, 576) == Tile(64, 4)
     on_h200 = Choices(H200, measured.tiles, measured.splits)
     assert on_h200.tile("qkv", 960, 576) == staged
-    assert on_h200.tile("qkv", 961, 576) == default_tile(961, 576, True)
+    assert on_h200.tile("qkv", 961, 576) == default_tile(961, 576, H200)
     assert on_h200.split(sizes, 256) == Split(4, 8)
     assert on_h200.split(sizes, 512) == default_split(sizes, 512, H200)
     swapped = on_h200.but({tile_key("qkv", 960, 576): Tile(64, 4)})

@@ -97,6 +97,7 @@ class Linear:
     bias: bool = False
     order: int = 0
     magnitude: float = 1.0
+    gain: float = 1.0
     capability: tuple[int, int] = (9, 0)
     seed: int = 0
 
@@ -111,7 +112,7 @@ def wrong_linear(c: Linear) -> str:
 
     w = constant(halves(n, c.k, scale=c.k**-0.5))
     x = constant(halves(c.k, scale=c.magnitude))
-    norm = None if c.stem == step.LINEAR_RESIDUAL else constant(halves(c.k, scale=0.2, add=1.0))
+    norm = None if c.stem == step.LINEAR_RESIDUAL else halves(c.k, scale=0.2, add=c.gain)
     bias = constant(halves(n)) if c.bias else None
     y = np.full(c.rows, np.nan, np.float16)
     logits = best = None
@@ -124,8 +125,13 @@ def wrong_linear(c: Linear) -> str:
         late += [logits, best]
     before = y.copy()
 
+    inputs, norm_scale = ref.wide(x), 1.0
+    if norm is not None:
+        scaled, norm_scale = step.scaled_norm(torch.from_numpy(norm))
+        norm = constant(aligned(scaled.numpy()))
+        inputs = ref.half_rms_norm(x, norm, EPS) / norm_scale
     arrays = [None if c.stem == step.NORM_LOGITS else y, w, x, norm, bias, logits, best]
-    args = step._FusedLinear(*map(address, arrays), n, c.k, EPS)
+    args = step._FusedLinear(*map(address, arrays), n, c.k, EPS, norm_scale)
     lib = linear_library(c.stem)
     try:
         status = lib.call(
@@ -147,7 +153,6 @@ def wrong_linear(c: Linear) -> str:
     if status != 0:
         return f"status {status}"
 
-    inputs = ref.wide(x) if norm is None else ref.rms_norm(x, norm, EPS)
     v = ref.linear(w, inputs, bias)
     terms = np.abs(ref.wide(w)) @ np.abs(inputs)
     if c.stem == step.LINEAR_RESIDUAL:
@@ -195,6 +200,7 @@ def test_fused_linear_before_sm_90(stem: str) -> None:
         bias=st.booleans(),
         order=st.integers(0, 3),
         magnitude=st.sampled_from([1e-3, 1.0, 300.0]),
+        gain=st.sampled_from([0.0, 1.0, 40.0]),
         seed=st.integers(0, 2**32 - 1),
     )
 )
@@ -202,8 +208,10 @@ def test_drawn_fused_linear(case: Linear) -> None:
     assert wrong_linear(case) == ""
 
 
-def call_linear(stem: str, arrays: Sequence[Any], n: int, k: int, tile: int = 0) -> int:
-    args = step._FusedLinear(*map(address, arrays), n, k, EPS)
+def call_linear(
+    stem: str, arrays: Sequence[Any], n: int, k: int, tile: int = 0, norm_scale: float = 1.0
+) -> int:
+    args = step._FusedLinear(*map(address, arrays), n, k, EPS, norm_scale)
     buffers = [a for a in arrays if a is not None]
     return linear_library(stem).call("minidecode_fused_linear", args, tile, STREAM, buffers=buffers)
 
@@ -219,16 +227,34 @@ def test_what_a_fused_linear_does_not_take(what: str) -> None:
     assert linear_library(step.NORM_LINEAR).launches == 0
 
 
-def test_rms_norm_of_large_values_inside_a_linear() -> None:
-    k = 4096  # a half sum of squares would be infinite and give 0
+@pytest.mark.parametrize(("value", "gain"), [(300, 1), (60_000, 100), (1e-4, 3)])
+def test_rms_norm_of_extreme_values_inside_a_linear(value: float, gain: float) -> None:
+    """In FP16 the sum of squares would be infinite or 0, and so would the value times its gain."""
+    k = 4096
     w = np.zeros((3, k), np.float16)
     w[0, 0] = w[1, k // 2] = w[2, k - 1] = 1.0
-    arrays = [aligned(a) for a in (np.zeros(3), w, np.full(k, 300.0), np.ones(k))]
-    arrays = [aligned(a.astype(np.float16)) for a in arrays]
+    x = np.full(k, value, np.float16)
+    norm, scale = step.scaled_norm(torch.full((k,), gain, dtype=torch.float16))
+    expected = ref.half_rms_norm(x, norm.numpy(), EPS)[:3] / scale
+    y, *rest = map(aligned, (np.empty(3, np.float16), w, x, norm.numpy()))
     for tile in range(len(TILES)):
-        arrays[0][:] = np.nan
-        assert call_linear(step.NORM_LINEAR, [*arrays, None, None, None], 3, k, tile) == 0
-        np.testing.assert_array_equal(arrays[0], np.ones(3, np.float16))
+        y[:] = np.nan
+        arrays = [y, *rest, None, None, None]
+        assert call_linear(step.NORM_LINEAR, arrays, 3, k, tile, scale) == 0
+        assert ref.wrong(y, expected) == ""
+
+
+def test_a_scaled_norm_is_at_most_one() -> None:
+    def scaled(*values: float) -> tuple[list[float], float]:
+        norm, scale = step.scaled_norm(torch.tensor(values, dtype=torch.float16))
+        return norm.tolist(), scale
+
+    assert scaled(0.5, -1.0) == ([0.5, -1.0], 1.0)
+    assert scaled(2.0, -1.0) == ([1.0, -0.5], 0.5)
+    assert scaled(1.0, -3.0) == ([0.25, -0.75], 0.25)
+    assert scaled(65504.0) == ([65504 / 65536], 2**-16)
+    assert scaled(float("inf")) == ([float("inf")], 1.0)
+    assert scaled(0.0) == ([0.0], 1.0)
 
 
 def head(logits: Sequence[float]) -> int:

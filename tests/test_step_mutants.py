@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(shim.unavailable() is not None, reason=str(shim.
 
 ATTENTION = "include/minidecode/attention.cuh"
 LINEAR = "include/minidecode/fused_linear.cuh"
+ROWS = "include/minidecode/rows.cuh"
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,26 @@ MUTANTS = (
         *("norm_linear_swiglu", "gate-and-up", LINEAR),
         *("first / 2 + slot / 2 + (slot % 2) * (n / 2)", "first + slot"),
         linear(step.NORM_SWIGLU, 0, 6, 64),
+    ),
+    Mutant(
+        *("linear_residual", "columns-of-others-not-cleared", ROWS),
+        *("R == 2 || row() % 2 == j % 2", "true"),
+        linear(step.LINEAR_RESIDUAL, 0, 8, 576),
+    ),
+    Mutant(
+        *("linear_residual", "one-matrix-of-the-vector", ROWS),
+        *("j < R / 2 ? x.first : x.second", "x.first"),
+        linear(step.LINEAR_RESIDUAL, 2, 8, 576),
+    ),
+    Mutant(
+        *("linear_residual", "elements-of-other-pieces", ROWS),
+        *("R == 4 || t % 2 == s / 2", "true"),
+        linear(step.LINEAR_RESIDUAL, 2, 8, 576),
+    ),
+    Mutant(
+        *("norm_linear", "scale-of-the-norm-lost", LINEAR),
+        *("__fdividef(rsqrtf(mean + a.eps), a.norm_scale)", "rsqrtf(mean + a.eps)"),
+        linear(step.NORM_LINEAR, 0, 8, 576),
     ),
     Mutant(
         *("helpers", "second-piece-lost", "step/helpers.cu"),

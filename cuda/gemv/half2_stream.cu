@@ -35,22 +35,16 @@ constexpr Rule rule(int least_n, int most_k) {
 }
 
 // The first rule that a shape meets is its tile: threads, rows in registers, loads of each that a
-// thread has in flight, rows staged by bulk copies, blocks on a multiprocessor. Heads of 2048
-// and more are best staged. Many rows want small blocks, of which a multiprocessor holds more, and
-// long rows large ones; few rows are split finer, or there is no block for every multiprocessor.
+// thread has in flight, rows staged by bulk copies. Many rows want small blocks, of which a
+// multiprocessor holds more, and long rows large ones; few rows are split finer, or there is no
+// block for every multiprocessor.
 constexpr Rule kRules[] = {
-    rule<Tile<64, 8, 1, 0, 12>>(32768, 1024),  // head of a 135M
-    rule<Tile<128, 0, 1, 8>>(32768, 2048),     // of a 1B
-    rule<Tile<256, 0, 1, 8>>(32768, 4096),     // of a 3B to 8B
-    rule<Tile<128, 8, 1, 0>>(8192, 2048),      // gate and up of a 1B
-    rule<Tile<128, 4, 1, 0>>(1, 1024),         // all layers of a 135M
-    rule<Tile<192, 4, 1, 0>>(2560, 2048),      // qkv of a 1B
-    rule<Tile<256, 8, 1, 0>>(1024, 2048),      // o of a 1B
-    rule<Tile<192, 8, 1, 0>>(2048, 3072),      // a 3B: 384 pieces are two a thread
-    rule<Tile<192, 8, 1, 0>>(16384, 4096),     // gate and up of an 8B
-    rule<Tile<256, 8, 1, 0>>(2048, 4096),      // qkv and o of an 8B
-    rule<Tile<256, 8, 1, 0>>(4096, 8192),      // 8192 squared
-    rule<Tile<512, 8, 1, 0>>(2048, INT_MAX),   // down of all
+    rule<Tile<96, 8, 1, 0>>(32768, 1024),      // head of a 135M
+    rule<Tile<128, 12, 1, 0>>(1, 1024),        // its other layers
+    rule<Tile<128, 16, 1, 0>>(8192, 3584),     // head, gate and up of a 1B to 7B
+    rule<Tile<128, 8, 1, 4>>(5120, 4096),      // of an 8B, and its qkv
+    rule<Tile<256, 16, 1, 0>>(2048, 4096),     // qkv and o of a 1B to 8B
+    rule<Tile<512, 16, 1, 0>>(2048, INT_MAX),  // down of all
     rule<Tile<256, 4, 1, 0>>(1, INT_MAX),      // few and long rows
 };
 
@@ -115,6 +109,7 @@ cudaError_t minidecode_gemv(half* y, const half* w, const half* x, int n, int k,
     a.x = x;
     a.n = n;
     a.k = k;
+    a.norm_scale = 1.0f;
     return tile_for(n, k)(a, stream);
   }
   return (aligned(sizeof(half2)) ? run_pieces<half2> : run_pieces<half>)(y, w, x, n, k, stream);

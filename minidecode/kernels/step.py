@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ class _FusedLinear(ctypes.Structure):
         ("n", _int),
         ("k", _int),
         ("eps", _float),
+        ("norm_scale", _float),
     )
 
 
@@ -258,17 +260,30 @@ def fused_linear(
 ) -> Launch:
     """y = epilogue(w rmsnorm(x) + bias); see `fused_linear.cuh`. w FP16 [n, k]; x FP16 [k]."""
     n, k = w.shape
+    norm, norm_scale = (None, 1.0) if norm is None else scaled_norm(norm)
     tensors = (y, w, x, norm, bias, logits, best)
     held = tuple(t for t in tensors if t is not None)
     _contiguous(None, *held)
     if x.numel() != k:
         raise MinidecodeError(f"{stem}: x has {x.numel()} elements, w has {k} columns")
-    args = _FusedLinear(*(_p(t) for t in tensors), n, k, eps)
+    args = _FusedLinear(*(_p(t) for t in tensors), n, k, eps, norm_scale)
     library = build.run_builds([_build_of(stem, tile)])[0]
     function = _function(library, "minidecode_fused_linear")
     what = f"{_source(stem)} with {tile.spelled} for n={n}, k={k}"
     # The library is compiled with one tile: number 0.
     return enqueue(function, (ctypes.byref(args), _int(0)), w.device, (args, held), what, library)
+
+
+def scaled_norm(norm: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """(norm times a power of two that leaves no element above 1, that power).
+
+    The fused kernels multiply it with the input in FP16, where a product of both may be infinite.
+    """
+    greatest = float(norm.abs().max())
+    if not 1.0 < greatest < math.inf:
+        return norm, 1.0
+    scale = 2.0 ** -math.ceil(math.log2(greatest))
+    return norm * scale, scale
 
 
 @functools.cache

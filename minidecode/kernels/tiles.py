@@ -83,7 +83,7 @@ class Choices:
         """The tile of a linear layer of `kind` ("qkv", "o", …) with an [n, k] weight."""
         chosen = self.tiles.get(tile_key(kind, n, k))
         if chosen is None or not chosen.fits(k, self.device.sm90):
-            return default_tile(n, k, self.device.sm90)
+            return default_tile(n, k, self.device)
         return chosen
 
     def split(self, heads: Heads, context: int) -> Split:
@@ -111,29 +111,20 @@ def split_key(heads: Heads, context: int) -> str:
     return f"{h.heads}/{h.kv_heads} heads of {h.head_dim}, context {context}"
 
 
-# For the heads of hidden sizes up to the first number.
-_HEADS = (
-    (1024, Tile(64, 8, resident=12)),
-    (2048, Tile(256, 0, 1, 8, 4)),
-    (4096, Tile(512, 0, 1, 4, 3)),
-)
+def default_tile(n: int, k: int, device: Device) -> Tile:
+    """A sensible tile where nothing was measured, after searches on an H200 with seven models.
 
-
-def default_tile(n: int, k: int, sm90: bool) -> Tile:
-    """A sensible tile where nothing was measured, after searches on an H200 with three models.
-
-    Long rows get large blocks of registers. On sm_90 most other layers are split between registers
-    and shared memory, with many blocks on a multiprocessor.
+    A block for each multiprocessor if sixteen rows a block make that many. Where there are more
+    rows, shared memory takes another four on sm_90.
     """
-    if n * k >= 2**23 and k >= 8192:
-        return Tile(512, 8, resident=2)
-    choices = []
-    if sm90:
-        if n >= 16 * k:
-            choices = [tile for most_k, tile in _HEADS if k <= most_k][:1]
-        choices.append(Tile(128, 4, 1, 2, 7) if n * k > 2**24 else Tile(128, 2, 1, 2, 8))
-    choices.append(Tile(128 if k <= 2048 else 256, 8 if n * k >= 2**23 else 4))
-    return next(tile for tile in choices if tile.fits(k, sm90))
+    threads = 128 if k <= 1024 else 256 if k <= 4096 else 512
+    resident = 512 // threads
+    share = -(-n // device.sms)
+    rows = next((rows for rows in (2, 4, 8, 12) if rows >= share), 16)
+    staged = Tile(threads, rows, 1, 4, resident)
+    if share > 16 and staged.fits(k, device.sm90):
+        return staged
+    return Tile(threads, rows, resident=resident)
 
 
 def default_split(heads: Heads, context: int, device: Device) -> Split:
@@ -161,65 +152,72 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
     in_registers = [
         Tile(threads, rows, unroll, 0, resident)
         for threads, rows, unroll, resident in (
-            (64, 4, 1, 16),
-            (64, 4, 2, 14),
-            (96, 4, 1, 8),
+            (64, 4, 1, 14),
+            (64, 6, 1, 12),
+            (64, 8, 1, 10),
+            (96, 4, 1, 9),
             (96, 8, 1, 8),
-            (128, 2, 2, 8),
-            (128, 4, 1, 8),
-            (128, 4, 2, 7),
-            (128, 8, 1, 5),
-            (128, 8, 1, 7),
+            (128, 4, 1, 7),
+            (128, 4, 2, 5),
+            (128, 8, 1, 6),
+            (128, 8, 2, 4),
+            (128, 12, 1, 5),
+            (128, 16, 1, 4),
             (192, 4, 1, 4),
+            (192, 4, 2, 3),
             (192, 8, 1, 4),
-            (256, 2, 2, 4),
+            (192, 12, 1, 3),
+            (192, 20, 1, 2),
+            (192, 24, 1, 2),
             (256, 4, 1, 3),
-            (256, 4, 1, 4),
-            (256, 4, 2, 3),
             (256, 8, 1, 3),
-            (256, 8, 1, 4),
-            (384, 8, 1, 1),
+            (256, 12, 1, 2),
+            (256, 16, 1, 2),
             (384, 8, 1, 2),
-            (448, 8, 1, 2),
-            (512, 2, 2, 2),
-            (512, 4, 1, 2),
-            (512, 8, 1, 2),
+            (384, 16, 1, 1),
+            (384, 24, 1, 1),
+            (512, 4, 1, 1),
+            (512, 8, 1, 1),
+            (512, 16, 1, 1),
         )
     ]
     in_shared = [
         Tile(threads, 0, 1, staged, resident)
         for threads, staged, resident in (
-            (64, 2, 8),
             (64, 4, 8),
-            (128, 2, 8),
-            (128, 4, 1),
             (128, 4, 8),
             (128, 8, 7),
-            (128, 16, 3),
-            (256, 2, 1),
-            (256, 4, 1),
+            (128, 16, 4),
+            (192, 8, 3),
             (256, 4, 5),
-            (256, 8, 1),
+            (256, 8, 2),
             (256, 8, 4),
             (256, 16, 2),
-            (512, 2, 1),
             (512, 4, 2),
             (512, 8, 1),
-            (512, 8, 2),
         )
     ]
     # Both memories of the multiprocessor at once: more of the layer waits on the chip.
     mixed = [
+        Tile(96, 2, 1, 2, 10),
+        Tile(96, 2, 1, 8, 10),
+        Tile(96, 2, 2, 2, 9),
+        Tile(96, 4, 1, 8, 9),
         Tile(128, 2, 1, 2, 8),
+        Tile(128, 4, 1, 2, 8),
+        Tile(128, 8, 1, 4, 5),
+        Tile(128, 8, 2, 2, 4),
+        Tile(192, 20, 1, 4, 2),
         Tile(256, 2, 1, 2, 4),
-        Tile(256, 2, 1, 6, 4),
-        Tile(256, 2, 2, 6, 3),
-        Tile(256, 4, 1, 4, 4),
-        Tile(256, 4, 2, 4, 2),
-        Tile(256, 4, 2, 12, 2),
-        Tile(512, 2, 1, 2, 2),
-        Tile(512, 4, 1, 4, 2),
-        Tile(512, 4, 1, 12, 1),
+        Tile(256, 2, 2, 2, 3),
+        Tile(256, 4, 1, 4, 3),
+        Tile(256, 8, 1, 4, 2),
+        Tile(256, 12, 1, 2, 2),
+        Tile(256, 16, 1, 4, 2),
+        Tile(384, 8, 1, 4, 1),
+        Tile(512, 4, 1, 4, 1),
+        Tile(512, 10, 1, 6, 1),
+        Tile(512, 16, 1, 4, 1),
     ]
     return [t for t in in_registers + in_shared + mixed if t.fits(k, sm90)]
 

@@ -450,8 +450,8 @@ __global__ void __launch_bounds__(WARPS* kWarp, 1) attend(const Attention a, con
   if (!last) return;
   // A warp joins 64 dims of a head, each half of it every other split; lane l knows the weight of
   // split l. All loads of 16 splits are on their way at once.
-  for (int item = warp; item < heads * HEAD_DIM / 64; item += WARPS) {
-    const int h = item / (HEAD_DIM / 64), dim = item % (HEAD_DIM / 64) * 64 + lane % 16 * 4;
+  for (int item = warp; item < heads * kSpans; item += WARPS) {
+    const int h = item / kSpans, dim = item % kSpans * 64 + lane % 16 * 4;
     const bool writes = dim < head_dim;
     const bool there = lane < a.splits;
     const float own_top = there ? __ldcg(part_tops + h * a.splits + lane) : -INFINITY;

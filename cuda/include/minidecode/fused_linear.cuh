@@ -1,10 +1,11 @@
 // A linear layer with what stands before and after it: y = epilogue(W rmsnorm(x) + b).
 //
 // The normalisation needs no pass of its own: W (x * g) and sum(x^2) are accumulated together and
-// the sum is scaled by 1 / rms at the end. A block owns a few rows. Part of them is loaded into
-// registers, part by bulk copies into shared memory, both before the dependent-launch wait, since
-// weights depend on nothing: how much a block holds then is how much of the predecessor's latency
-// the memory system works through.
+// the sum is scaled by 1 / rms at the end; x * g is rounded to FP16, for the tensor cores. A block
+// owns a few rows. Part of them is loaded into registers, part by bulk copies into shared memory,
+// both before the dependent-launch wait, since weights depend on nothing: how much a block holds
+// then is how much of the predecessor's latency the memory system works through. What comes after
+// the wait is on the way of the whole step, hence few instructions for it.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -14,7 +15,9 @@
 #include "minidecode/best.cuh"
 #include "minidecode/launch.cuh"
 #include "minidecode/load.cuh"
+#include "minidecode/mma.cuh"
 #include "minidecode/reduce.cuh"
+#include "minidecode/rows.cuh"
 
 namespace minidecode {
 
@@ -29,13 +32,14 @@ struct FusedLinear {
   half* y;           // [n], or [n / 2] for SwiGLU; null for the head
   const half* w;     // [n, k], 16-byte aligned, k a multiple of 8
   const half* x;     // [k]
-  const half* norm;  // [k] weight of the RMSNorm, where the kernel has one
+  const half* norm;  // [k] weight of the RMSNorm, where the kernel has one, times norm_scale
   const half* bias;  // [n] or null
   float* logits;     // [n], head only
   Best* best;        // [1], head only
   int n;
   int k;
   float eps;
+  float norm_scale;  // with which no x * norm leaves the range of FP16
 };
 
 // Threads of a block, rows in registers, 16-byte loads a thread keeps in flight for each of those
@@ -45,8 +49,6 @@ struct Tile {
   static constexpr int kThreads = THREADS, kRows = ROWS, kUnroll = UNROLL, kStaged = STAGED;
   static constexpr int kResident = RESIDENT;
   static constexpr int kAll = ROWS + STAGED;
-  // Rows rounded up to a power of two, for the reduction.
-  static constexpr int kSlots = kAll <= 1 ? 1 : kAll <= 2 ? 2 : kAll <= 4 ? 4 : kAll <= 8 ? 8 : 16;
 };
 
 // The weight row of slot `slot` in this block. For SwiGLU even slots are gate rows and odd slots
@@ -67,21 +69,22 @@ __device__ __forceinline__ bool row_exists(int n, int slot) {
 template <Epilogue E, bool NORM, typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kResident) fused_linear(const FusedLinear a) {
   constexpr int kThreads = T::kThreads, kRows = T::kRows, kUnroll = T::kUnroll;
-  constexpr int kStaged = T::kStaged, kAll = T::kAll, kSlots = T::kSlots;
+  constexpr int kStaged = T::kStaged, kAll = T::kAll;
   constexpr int kWarps = kThreads / kWarp;
-  static_assert(kAll <= 16, "one lane of the first warp finishes each row, one knows the norm");
-  static_assert(E != Epilogue::kSwiglu || kAll % 2 == 0, "gate and up rows come in pairs");
+  using Held = RowsOf<kRows>;
+  using Staged = RowsOf<kStaged>;
+  constexpr int kHeldGroups = kRows / Held::kCount, kStagedGroups = kStaged / Staged::kCount;
+  static_assert(kAll < kWarp, "one lane of the first warp finishes each row, one knows the norm");
+  static_assert(kRows % 2 == 0 && kStaged % 2 == 0, "rows are multiplied in pairs");
 
   extern __shared__ __align__(128) unsigned char staged_bytes[];
   __shared__ __align__(8) uint64_t arrived;
-  __shared__ float partial[kWarps][kSlots + 1];  // the last column is of the squares
+  __shared__ float partial[kWarps][kAll + 1];  // the last column is of the squares
   const uint4* staged = reinterpret_cast<const uint4*>(staged_bytes);  // [kStaged, k / 8]
 
-  const int tid = threadIdx.x, lane = tid % kWarp, warp = tid / kWarp;
+  const int tid = threadIdx.x, lane = tid % kWarp, warp = __shfl_sync(kFullMask, tid / kWarp, 0);
   const int chunks = a.k / 8;
   const uint4* w = reinterpret_cast<const uint4*>(a.w);
-  const uint4* x = reinterpret_cast<const uint4*>(a.x);
-  const uint4* norm = reinterpret_cast<const uint4*>(a.norm);
 
   if (kStaged > 0 && tid == 0) {
     const uint32_t row_bytes = chunks * sizeof(uint4);
@@ -95,32 +98,44 @@ __global__ void __launch_bounds__(T::kThreads, T::kResident) fused_linear(const 
                 &arrived);
     }
   }
-  unsigned offset[kRows > 0 ? kRows : 1];  // of each row, in 16-byte pieces
-  uint4 held[kUnroll][kRows > 0 ? kRows : 1];
-  uint4 gain[kUnroll];
+  constexpr uint4 kNothing = {};
+  // Where this lane's pieces are, and how many its warp has left of each row.
+  const uint4* rows[kHeldGroups > 0 ? kHeldGroups : 1];
+  const uint4* norm = reinterpret_cast<const uint4*>(a.norm) + tid;
+  const uint4* x = reinterpret_cast<const uint4*>(a.x) + tid;
+  int left = chunks - warp * kWarp;
+  uint4 held[kUnroll][kHeldGroups > 0 ? kHeldGroups : 1][Held::kCount] = {};
+  uint4 gain[kUnroll] = {};
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int row = row_exists<E, kAll>(a.n, r) ? row_of<E, kAll>(a.n, r) : 0;
-    offset[r] = static_cast<unsigned>(row) * chunks;
+  for (int i = 0; i < kHeldGroups; ++i) {
+    const int slot = i * Held::kCount + Held::row();
+    const int row = row_exists<E, kAll>(a.n, slot) ? row_of<E, kAll>(a.n, slot) : 0;
+    rows[i] = w + static_cast<size_t>(row) * chunks + warp * kWarp + Held::piece(0);
   }
+  // The pieces that are `ahead` of the next ones. All lanes take part in each product; where the
+  // rows have ended x is zero, and the weights are zeros or still those before.
+  auto load = [&](int u, int ahead) {
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int c = tid + u * kThreads;
-    if (c < chunks) {
+    for (int i = 0; i < kHeldGroups; ++i) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) held[u][r] = load_stream(w + offset[r] + c);
-      if (NORM) gain[u] = __ldg(norm + c);
+      for (int j = 0; j < Held::kCount; ++j) {
+        if (ahead + Held::piece(j) < left) {
+          held[u][i][j] = load_stream(rows[i] + ahead + j * Held::kLanes);
+        }
+      }
     }
-  }
+    if (NORM && ahead + lane < left) gain[u] = __ldg(norm + ahead);
+  };
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) load(u, u * kThreads);
   // The first warp finishes, one row a lane; what it needs besides sums is loaded early.
   const bool finishes = tid < kAll && row_exists<E, kAll>(a.n, tid);
   const int row = finishes ? row_of<E, kAll>(a.n, tid) : 0;
   float extra = 0.0f;
   if (finishes && a.bias != nullptr) extra = __half2float(a.bias[row]);
 
-  const uint4* from = x + tid;
   const half* residual = E == Epilogue::kResidual ? a.y + row : nullptr;
-  computed_by_now(from);
+  computed_by_now(x);
   computed_by_now(residual);
   pdl_trigger();
   if (kStaged > 0) __syncthreads();  // shows the barrier's initialisation
@@ -130,68 +145,87 @@ __global__ void __launch_bounds__(T::kThreads, T::kResident) fused_linear(const 
   uint4 input[kUnroll];
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    if (tid + u * kThreads < chunks) input[u] = load_shared_by_blocks(from + u * kThreads);
+    input[u] = lane + u * kThreads < left ? load_shared_by_blocks(x + u * kThreads) : kNothing;
   }
   if (E == Epilogue::kResidual && finishes) extra += __half2float(load_written(residual));
-  float sum[kSlots] = {};
+  Held of_held[kHeldGroups > 0 ? kHeldGroups : 1];
+  Staged of_staged[kStagedGroups > 0 ? kStagedGroups : 1];
   float squares = 0.0f;
   bool waiting = kStaged > 0;
-  for (int c0 = tid; c0 < chunks; c0 += kUnroll * kThreads) {
+#pragma unroll 1
+  for (const uint4* next = staged + warp * kWarp; left > 0; left -= kUnroll * kThreads) {
     if (waiting) {
       mbarrier_wait(&arrived, 0);
       waiting = false;
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int c = c0 + u * kThreads;
-      if (c < chunks) {
+      const int here = u * kThreads;
+      if (here >= left) break;
+      uint4 piece = input[u];
+      if (NORM) {
         float v[8];
-        unpack8(input[u], v);
-        if (NORM) {
-          float g[8];
-          unpack8(gain[u], g);
+        unpack8(piece, v);
 #pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            squares = fmaf(v[i], v[i], squares);
-            v[i] *= g[i];
-          }
-        }
-#pragma unroll
-        for (int r = 0; r < kAll; ++r) {
-          float f[8];
-          unpack8(r < kRows ? held[u][r < kRows ? r : 0] : staged[(r - kRows) * chunks + c], f);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) sum[r] = fmaf(f[i], v[i], sum[r]);
-        }
+        for (int i = 0; i < 8; ++i) squares = fmaf(v[i], v[i], squares);
+        piece = multiply8(piece, gain[u]);
       }
-      const int next = c + kUnroll * kThreads;
-      if (next < chunks) {
+      const Columns columns = columns_of(piece);
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) held[u][r] = load_stream(w + offset[r] + next);
-        if (NORM) gain[u] = __ldg(norm + next);
-        input[u] = load_shared_by_blocks(x + next);
+      for (int i = 0; i < kHeldGroups; ++i) of_held[i].add(held[u][i], columns);
+#pragma unroll
+      for (int i = 0; i < kStagedGroups; ++i) {
+        const uint4* row = next + (i * Staged::kCount + Staged::row()) * chunks + here;
+        uint4 pieces[Staged::kCount];
+#pragma unroll
+        for (int j = 0; j < Staged::kCount; ++j) {
+          const int p = Staged::piece(j);
+          pieces[j] = here + p < left ? row[p] : kNothing;
+        }
+        of_staged[i].add(pieces, columns);
+      }
+      const int then = here + kUnroll * kThreads;
+      if (then < left) {
+        load(u, then);
+        input[u] = then + lane < left ? load_shared_by_blocks(x + then) : kNothing;
       }
     }
-  }
-
-  float v = warp_sum_many<kSlots>(sum);
-  if (NORM) squares = warp_sum(squares);
-  if (kWarps > 1) {
-    if (lane < kSlots) partial[warp][lane] = v;
-    if (NORM && lane == 0) partial[warp][kSlots] = squares;
-    __syncthreads();
-    if (warp != 0) return;
-
-    // Every instruction from here on is waited for by the next kernel. Four sums at once.
-    float sums[4] = {};
-    if (lane < (NORM ? kSlots + 1 : kSlots)) {
+    next += kUnroll * kThreads;
+    norm += kUnroll * kThreads;
+    x += kUnroll * kThreads;
 #pragma unroll
-      for (int i = 0; i < kWarps; ++i) sums[i % 4] += partial[i][lane];
-    }
-    v = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    if (NORM) squares = __shfl_sync(kFullMask, v, kSlots);
+    for (int i = 0; i < kHeldGroups; ++i) rows[i] += kUnroll * kThreads;
   }
-  if (NORM) v *= rsqrtf(__fdividef(squares, a.k) + a.eps);
+
+#pragma unroll
+  for (int i = 0; i < kHeldGroups; ++i) {
+    const float total = of_held[i].total();
+    if (lane % Held::kLanes == 0) partial[warp][i * Held::kCount + Held::row()] = total;
+  }
+#pragma unroll
+  for (int i = 0; i < kStagedGroups; ++i) {
+    const float total = of_staged[i].total();
+    const int slot = kRows + i * Staged::kCount + Staged::row();
+    if (lane % Staged::kLanes == 0) partial[warp][slot] = total;
+  }
+  if (NORM) {
+    squares = warp_sum(squares);
+    if (lane == 0) partial[warp][kAll] = squares;
+  }
+  __syncthreads();
+  if (warp != 0) return;
+
+  // Every instruction from here on is waited for by the next kernel. Four sums at once.
+  float sums[4] = {};
+  if (lane < (NORM ? kAll + 1 : kAll)) {
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) sums[i % 4] += partial[i][lane];
+  }
+  float v = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  if (NORM) {
+    const float mean = __fdividef(__shfl_sync(kFullMask, v, kAll), a.k);
+    v *= __fdividef(rsqrtf(mean + a.eps), a.norm_scale);
+  }
   v += extra;
   if (E == Epilogue::kStore || E == Epilogue::kResidual) {
     if (finishes) a.y[row] = __float2half_rn(v);
