@@ -67,8 +67,8 @@ def long(_: str) -> Iterator[Kept]:
 
 
 def families(_: str) -> Iterator[Kept]:
-    """Models of other families."""
-    for name in ("qwen3-0.6b", "qwen2.5-7b", "mistral-7b"):
+    """Other models, and of other families."""
+    for name in ("llama-3.2-3b", "qwen3-0.6b", "qwen2.5-7b", "mistral-7b"):
         yield f"bench-{name}.json", bench_command(f"synthetic:{name}", 128, 3, "fused,cublas")
 
 

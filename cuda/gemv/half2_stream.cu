@@ -42,9 +42,11 @@ constexpr Rule kRules[] = {
     rule<Tile<96, 8, 1, 0>>(32768, 1024),      // head of a 135M
     rule<Tile<128, 12, 1, 0>>(1, 1024),        // its other layers
     rule<Tile<128, 16, 1, 0>>(8192, 3584),     // head, gate and up of a 1B to 7B
-    rule<Tile<128, 8, 1, 4>>(5120, 4096),      // of an 8B, and its qkv
-    rule<Tile<256, 16, 1, 0>>(2048, 4096),     // qkv and o of a 1B to 8B
-    rule<Tile<512, 16, 1, 0>>(2048, INT_MAX),  // down of all
+    rule<Tile<256, 4, 1, 4>>(16384, 4096),     // of an 8B
+    rule<Tile<128, 8, 1, 4>>(4608, 4096),      // qkv of a 3B to 8B
+    rule<Tile<256, 16, 1, 0>>(2048, 4096),     // qkv and o of a 1B, o of a 3B to 8B
+    rule<Tile<256, 16, 1, 0>>(3072, 16384),    // down of a 3B and 8B
+    rule<Tile<512, 16, 1, 0>>(2048, INT_MAX),  // of a 1B and 7B
     rule<Tile<256, 4, 1, 0>>(1, INT_MAX),      // few and long rows
 };
 
