@@ -194,17 +194,22 @@ def run_sanitizer(folder: Path, limit: float) -> dict[str, Any]:
             return outcome(False, "the kernels do not compile", made.seconds)
         left = limit - (time.monotonic() - began)
 
-        def look(tool: str) -> Done:
+        def look(job: tuple[str, str]) -> Done:
+            tool, what = job
             command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
-            command += ["--target-processes", "all", sys.executable, script, "run", str(built)]
-            return run(command, left, Path(scratch) / f"{tool}.log")
+            command += ["--target-processes", "all", sys.executable, script, *looks[what]]
+            return run(command, left, Path(scratch) / f"{tool}-{what}.log")
 
-        with ThreadPoolExecutor(len(TOOLS)) as pool:
-            looked = dict(zip(TOOLS, pool.map(look, TOOLS), strict=True))
+        looks = {"CUDA": ["run", str(built)], "Triton": ["python", "triton_rowblock"]}
+        jobs = [(tool, what) for tool in TOOLS for what in looks]
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            looked = dict(zip(jobs, pool.map(look, jobs), strict=True))
     log.write_text("\n\n".join(done.output for done in looked.values()), encoding="utf-8")
-    faults = {tool: fault for tool, done in looked.items() if (fault := sanitizer_fault(done))}
-    summary = "; ".join(f"{tool}: {fault}" for tool, fault in faults.items())
-    counts = {"passed": len(TOOLS) - len(faults), "failed": len(faults)}
+    faults = {
+        " ".join(job): fault for job, done in looked.items() if (fault := sanitizer_fault(done))
+    }
+    summary = "; ".join(f"{job}: {fault}" for job, fault in faults.items())
+    counts = {"passed": len(jobs) - len(faults), "failed": len(faults)}
     seconds = time.monotonic() - began
     return outcome(not faults, summary or f"{', '.join(TOOLS)} clean", seconds, **counts)
 

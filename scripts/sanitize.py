@@ -1,10 +1,13 @@
-"""Every CUDA kernel of ours on small shapes, without torch: what compute-sanitizer looks at.
+"""Every kernel of ours on small shapes: what compute-sanitizer looks at.
 
     python scripts/sanitize.py build DIR      compile all of cuda/ for the GPU of this machine
     compute-sanitizer --tool memcheck python scripts/sanitize.py run DIR
+    compute-sanitizer --tool memcheck python scripts/sanitize.py python NAME ...
 
 Memory comes from the driver, one allocation an array, so that one element past the end is seen;
-what a kernel may not read (outputs, positions to come) is left uninitialised.
+what a kernel may not read (outputs, positions to come) is left uninitialised. The third command is
+for GEMVs in Python, which need torch: its memory, too, is one allocation an array, and filled
+by copies from the host, so that none of torch's own kernels runs between them.
 """
 
 from __future__ import annotations
@@ -76,8 +79,11 @@ def calls() -> Iterator[Call]:
     yield from end_calls()
 
 
+# Tails, odd row lengths, one element; each with a weight that starts off its alignment as well.
+GEMV_SHAPES = ((5, 64), (3, 257), (33, 1152), (2, 4096), (1, 1))
+
+
 def gemv_calls() -> Iterator[Call]:
-    shapes = ((5, 64), (3, 257), (33, 1152), (2, 4096), (1, 1))
     for path in sorted((build.cuda_sources() / "gemv").glob("*.cu")):
         text = path.read_text(encoding="utf-8")
         for function, dtype in (
@@ -86,7 +92,7 @@ def gemv_calls() -> Iterator[Call]:
         ):
             if f"{function}(" not in text:
                 continue
-            for (n, k), by in itertools.product(shapes, (0, 1)):
+            for (n, k), by in itertools.product(GEMV_SHAPES, (0, 1)):
                 w, x = (halves(*shape).astype(dtype) for shape in ((n, k), (k,)))
                 arguments = (unknown(n, dtype=dtype), Shifted(w, by), x, n, k)
                 yield Call(f"gemv/{path.name}", function, arguments, may_refuse=True)
@@ -103,7 +109,7 @@ def linear_calls() -> Iterator[Call]:
             logits = unknown(n, dtype=np.float32) if head else None
             best = np.zeros(1, np.uint64) if head else None
             gain = None if residual else norm
-            fields = (y, halves(n, k), x, gain, halves(n), logits, best, n, k, EPS)
+            fields = (y, halves(n, k), x, gain, halves(n), logits, best, n, k, EPS, 1.0)
             arguments = (Struct(fields), tile)
             yield Call(f"step/{name}.cu", "minidecode_fused_linear", arguments, may_refuse=tile > 0)
 
@@ -336,17 +342,53 @@ def run_all(folder: Path) -> int:
     return wrong
 
 
+def run_python(names: Sequence[str]) -> int:
+    """Call GEMVs in Python at GEMV_SHAPES; the number of calls that went wrong."""
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes of its own
+    import torch
+
+    from minidecode.kernels import registry
+    from minidecode.kernels.ops import NotSupportedError
+
+    wrong = done = refused = 0
+    for gemv in (registry.gemvs()[name] for name in names):
+        for dtype, (n, k), by in itertools.product(gemv.dtypes, GEMV_SHAPES, (0, 1)):
+            kind = {"fp16": torch.float16, "fp32": torch.float32}[dtype]
+            host = [torch.from_numpy(halves(*shape)).to(kind) for shape in ((n, k), (k,))]
+            w = torch.empty(n * k + by, dtype=kind, device="cuda")[by:].view(n, k)
+            x, y = (torch.empty(size, dtype=kind, device="cuda") for size in (k, n))
+            w.copy_(host[0])
+            x.copy_(host[1])
+            done += 1
+            try:
+                gemv.bind(y, w, x)()
+            except NotSupportedError:
+                refused += 1
+                continue
+            expected = host[0].double() @ host[1].double()
+            off = (y.cpu().double() - expected).abs()
+            if not bool((off <= 1e-3 * host[0].double().abs() @ host[1].double().abs()).all()):
+                wrong += 1
+                print(f"sanitize.py: {gemv.name} {dtype} {n}x{k}: off by {off.max()}", flush=True)
+    print(f"sanitize.py: {done} calls of {len(names)} files, {refused} refused, {wrong} wrong")
+    return wrong
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=("build", "run"))
-    parser.add_argument("folder", type=Path)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("build", "run"):
+        commands.add_parser(name).add_argument("folder", type=Path)
+    commands.add_parser("python").add_argument("names", nargs="+", metavar="NAME")
     args = parser.parse_args(arguments)
     if args.command == "build":
         build_all(args.folder, build.architecture(*Gpu().capability))
         return 0
-    return 1 if run_all(args.folder) else 0
+    wrong = run_python(args.names) if args.command == "python" else run_all(args.folder)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
