@@ -193,15 +193,15 @@ def run_sanitizer(folder: Path, limit: float) -> dict[str, Any]:
         if made.status != 0:
             return outcome(False, "the kernels do not compile", made.seconds)
         left = limit - (time.monotonic() - began)
+        kernels = {"CUDA": ["run", str(built)], "Triton": ["python", "triton_rowblock"]}
+        jobs = [(tool, language) for tool in TOOLS for language in kernels]
 
         def look(job: tuple[str, str]) -> Done:
-            tool, what = job
+            tool, language = job
             command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
-            command += ["--target-processes", "all", sys.executable, script, *looks[what]]
-            return run(command, left, Path(scratch) / f"{tool}-{what}.log")
+            command += ["--target-processes", "all", sys.executable, script, *kernels[language]]
+            return run(command, left, Path(scratch) / f"{tool}-{language}.log")
 
-        looks = {"CUDA": ["run", str(built)], "Triton": ["python", "triton_rowblock"]}
-        jobs = [(tool, what) for tool in TOOLS for what in looks]
         with ThreadPoolExecutor(len(jobs)) as pool:
             looked = dict(zip(jobs, pool.map(look, jobs), strict=True))
     log.write_text("\n\n".join(done.output for done in looked.values()), encoding="utf-8")

@@ -348,13 +348,13 @@ def run_python(names: Sequence[str]) -> int:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes of its own
     import torch
 
-    from minidecode.kernels import registry
-    from minidecode.kernels.ops import NotSupportedError
+    from minidecode.kernels import ops, registry
+    from minidecode.kernels.check import ROW_TOLERANCE, TOLERANCE
 
     wrong = done = refused = 0
-    for gemv in (registry.gemvs()[name] for name in names):
+    for gemv in map(registry.resolve, names):
         for dtype, (n, k), by in itertools.product(gemv.dtypes, GEMV_SHAPES, (0, 1)):
-            kind = {"fp16": torch.float16, "fp32": torch.float32}[dtype]
+            kind = ops.torch_dtype(dtype)
             host = [torch.from_numpy(halves(*shape)).to(kind) for shape in ((n, k), (k,))]
             w = torch.empty(n * k + by, dtype=kind, device="cuda")[by:].view(n, k)
             x, y = (torch.empty(size, dtype=kind, device="cuda") for size in (k, n))
@@ -363,12 +363,13 @@ def run_python(names: Sequence[str]) -> int:
             done += 1
             try:
                 gemv.bind(y, w, x)()
-            except NotSupportedError:
+            except ops.NotSupportedError:
                 refused += 1
                 continue
-            expected = host[0].double() @ host[1].double()
+            expected, scale = ops.gemv_reference_and_scale(*host)
             off = (y.cpu().double() - expected).abs()
-            if not bool((off <= 1e-3 * host[0].double().abs() @ host[1].double().abs()).all()):
+            allowed = ROW_TOLERANCE[dtype] * scale + TOLERANCE[dtype] * expected.abs()
+            if not bool((off <= allowed).all()):
                 wrong += 1
                 print(f"sanitize.py: {gemv.name} {dtype} {n}x{k}: off by {off.max()}", flush=True)
     print(f"sanitize.py: {done} calls of {len(names)} files, {refused} refused, {wrong} wrong")
