@@ -114,17 +114,21 @@ def split_key(heads: Heads, context: int) -> str:
 def default_tile(n: int, k: int, device: Device) -> Tile:
     """A sensible tile where nothing was measured, after searches on an H200 with seven models.
 
-    A block for each multiprocessor if sixteen rows a block make that many. Where there are more
-    rows, shared memory takes another four on sm_90.
+    Few blocks of many rows: they leave room for the blocks of the kernels to come, which load
+    their weights while they wait. Shared memory takes four of the rows where rows are long, and
+    another four where there are more rows than for one block a multiprocessor.
     """
-    threads = 128 if k <= 1024 else 256 if k <= 4096 else 512
-    resident = 512 // threads
     share = -(-n // device.sms)
-    rows = next((rows for rows in (2, 4, 8, 12) if rows >= share), 16)
-    staged = Tile(threads, rows, 1, 4, resident)
-    if share > 16 and staged.fits(k, device.sm90):
-        return staged
-    return Tile(threads, rows, resident=resident)
+    wide = share > 16
+    if wide:
+        threads = 128 if k <= 2048 else 256 if k <= 4096 else 512
+    else:
+        threads = min(512, max(64, -(-k // 256) * 32))  # one piece of a row for each
+    rows = 8 if share <= 8 else 16
+    staged = 4 if wide or k >= 2048 else 0
+    resident = 512 // threads if wide else 1
+    tile = Tile(threads, rows if wide else rows - staged, 1, staged, resident)
+    return tile if tile.fits(k, device.sm90) else Tile(threads, rows, resident=resident)
 
 
 def default_split(heads: Heads, context: int, device: Device) -> Split:
@@ -157,16 +161,21 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
             (64, 8, 1, 10),
             (96, 4, 1, 9),
             (96, 8, 1, 8),
+            (96, 20, 1, 1),
             (128, 4, 1, 7),
             (128, 4, 2, 5),
             (128, 8, 1, 6),
             (128, 8, 2, 4),
+            (128, 8, 2, 1),
             (128, 12, 1, 5),
+            (128, 14, 1, 1),
             (128, 16, 1, 4),
+            (128, 16, 1, 1),
             (192, 4, 1, 4),
             (192, 4, 2, 3),
             (192, 8, 1, 4),
             (192, 12, 1, 3),
+            (192, 16, 1, 1),
             (192, 20, 1, 2),
             (192, 24, 1, 2),
             (256, 4, 1, 3),
@@ -192,6 +201,7 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
             (256, 4, 5),
             (256, 8, 2),
             (256, 8, 4),
+            (256, 16, 3),
             (256, 16, 2),
             (512, 4, 2),
             (512, 8, 1),
@@ -207,15 +217,20 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
         Tile(128, 4, 1, 2, 8),
         Tile(128, 8, 1, 4, 5),
         Tile(128, 8, 2, 2, 4),
+        Tile(128, 12, 1, 4, 1),
         Tile(192, 20, 1, 4, 2),
+        Tile(192, 2, 2, 6, 4),
         Tile(256, 2, 1, 2, 4),
         Tile(256, 2, 2, 2, 3),
         Tile(256, 4, 1, 4, 3),
         Tile(256, 8, 1, 4, 2),
         Tile(256, 12, 1, 2, 2),
+        Tile(256, 12, 1, 12, 2),
         Tile(256, 16, 1, 4, 2),
         Tile(384, 8, 1, 4, 1),
+        Tile(384, 2, 2, 6, 2),
         Tile(512, 4, 1, 4, 1),
+        Tile(512, 8, 1, 8, 1),
         Tile(512, 10, 1, 6, 1),
         Tile(512, 16, 1, 4, 1),
     ]
