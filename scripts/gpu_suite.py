@@ -193,14 +193,18 @@ def run_sanitizer(folder: Path, limit: float) -> dict[str, Any]:
         if made.status != 0:
             return outcome(False, "the kernels do not compile", made.seconds)
         left = limit - (time.monotonic() - began)
-        kernels = {"CUDA": ["run", str(built)], "Triton": ["python", "triton_rowblock"]}
-        jobs = [(tool, language) for tool in TOOLS for language in kernels]
+        kernels = {
+            "CUDA": ["run", str(built)],
+            "Triton": ["python", "triton_rowblock"],
+            "libraries": ["python", "cublas", "torch"],
+        }
+        jobs = [(tool, whose) for tool in TOOLS for whose in kernels]
 
         def look(job: tuple[str, str]) -> Done:
-            tool, language = job
+            tool, whose = job
             command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
-            command += ["--target-processes", "all", sys.executable, script, *kernels[language]]
-            return run(command, left, Path(scratch) / f"{tool}-{language}.log")
+            command += ["--target-processes", "all", sys.executable, script, *kernels[whose]]
+            return run(command, left, Path(scratch) / f"{tool}-{whose}.log")
 
         with ThreadPoolExecutor(len(jobs)) as pool:
             looked = dict(zip(jobs, pool.map(look, jobs), strict=True))

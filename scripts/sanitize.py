@@ -346,6 +346,8 @@ def run_python(names: Sequence[str]) -> int:
     """Call GEMVs in Python at GEMV_SHAPES; the number of calls that went wrong."""
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes of its own
+    # No timing of candidates, which copies outputs that nothing has written yet.
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     import torch
 
     from minidecode.kernels import ops, registry
