@@ -27,6 +27,7 @@ BUILT_IN = {
     "shared_tree": ("fp16", "fp32"),
     "warp_row": ("fp16", "fp32"),
     "half2_block": ("fp16",),
+    "half2_stream": ("fp16",),
     "triton_rowblock": ("fp16", "fp32"),
     "cublas": ("fp16", "fp32"),
     "inductor": ("fp16", "fp32"),
@@ -167,9 +168,92 @@ def test_an_edited_python_file_is_run_again(tmp_path: Path) -> None:
     registry.resolve(f"{file}:f").bind(y, w, x)()
     assert y.tolist() == [2.0] * 5
     assert str(tmp_path) not in sys.path
-    file.write_text("def f(y, w, x): y.fill_(3)\n")
+    # Of the same size and within the same second, as a compiled file would not tell.
+    file.write_text(file.read_text().replace("SCALE)", "OTHER)"))
+    (tmp_path / "helper_of_k.py").write_text("OTHER = 3\n")
     registry.resolve(f"{file}:f").bind(y, w, x)()
     assert y.tolist() == [3.0] * 5
+    (tmp_path / "helper_of_k.py").write_text("OTHER = 4\n")
+    registry.resolve(f"{file}:f").bind(y, w, x)()
+    assert y.tolist() == [4.0] * 5
+
+
+def test_helpers_of_one_name_are_two_modules(tmp_path: Path) -> None:
+    for name, value in (("one", 1), ("two", 2)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "helper.py").write_text(f"VALUE = {value}\n")
+        (folder / "k.py").write_text("import helper\ndef f(y, w, x): y.fill_(helper.VALUE)\n")
+    y, w, x = operands()
+    calls = [
+        registry.resolve(f"{tmp_path / name / 'k.py'}:f").bind(y, w, x)
+        for name in ("one", "two", "one")
+    ]
+    for call, value in zip(calls, (1.0, 2.0, 1.0), strict=True):
+        call()
+        assert y.tolist() == [value] * 5
+
+
+def test_a_kernel_beside_the_package_leaves_it_loaded(tmp_path: Path) -> None:
+    """Its folder holds modules that are not its own."""
+    code = (
+        "import sys\nfrom minidecode.kernels import registry\n"
+        "first = registry.resolve(sys.argv[1] + ':f')\nfirst.prepare()\n"
+        "registry.resolve(sys.argv[2] + ':f').prepare()\n"
+        "assert sys.modules['minidecode.kernels.registry'] is registry\n"
+        "from minidecode.kernels import ops\nassert first._module().ops is ops\n"
+    )
+    shutil.copytree(ROOT / "minidecode", tmp_path / "minidecode")
+    (tmp_path / "cuda").symlink_to(ROOT / "cuda")
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("from minidecode.kernels import ops\ndef f(y, w, x): ...\n")
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.py"), str(tmp_path / "b.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_python_file_that_exits_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "k.py"
+    file.write_text("import sys\ndef f(y, w, x): sys.exit(0)\n")
+    y, w, x = operands()
+    with pytest.raises(MinidecodeError, match=r"f in .* failed for n=5, k=7: SystemExit: 0"):
+        registry.resolve(f"{file}:f").bind(y, w, x)()
+    file.write_text("import sys\ndef f(y, w, x): ...\nsys.exit(0)\n")
+    with pytest.raises(MinidecodeError, match=r"k\.py:3: SystemExit: 0"):
+        registry.resolve(f"{file}:f").prepare()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def _f(y, w, x): y.fill_(2)\nf = _f\n",
+        "try:\n    import gone\nexcept ImportError:\n    def f(y, w, x): y.fill_(2)\n",
+        "if True:\n    def f(y, w, x): y.fill_(2)\n",
+        "from inner import f\n",
+        "import inner as other\nf, g = other.f, 1\n",
+        "class K:\n    def __call__(self, y, w, x): y.fill_(2)\nf: K = K()\n",
+    ],
+)
+def test_a_function_may_get_its_name_in_any_way(code: str, tmp_path: Path) -> None:
+    (tmp_path / "inner.py").write_text("def f(y, w, x): y.fill_(2)\n")
+    (tmp_path / "k.py").write_text(code)
+    y, w, x = operands()
+    registry.resolve(f"{tmp_path / 'k.py'}:f").bind(y, w, x)()
+    assert y.tolist() == [2.0] * 5
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["DTYPES = ()", 'DTYPES = "fp16"', 'DTYPES = ("float16",)', 'DEVICES = "cpu"', "DEVICES = 3"],
+)
+def test_a_constant_that_says_nothing_known_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "k.py").write_text(f"{line}\ndef f(y, w, x): ...\n")
+    with pytest.raises(UsageError, match=rf"k\.py: {line[:6]}.* is .*, not a tuple of"):
+        registry.resolve(f"{tmp_path / 'k.py'}:f")
 
 
 # --- binding --------------------------------------------------------------------------------------
@@ -408,7 +492,7 @@ def test_a_users_cuda_file_and_its_edits_in_one_process(tmp_path: Path) -> None:
 def test_tensors_on_a_gpu_that_is_not_the_current_one() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    for name in ("half2_block", "cublas", "triton_rowblock"):
+    for name in ("half2_block", "half2_stream", "cublas", "triton_rowblock"):
         y, w, x = (tensor.to("cuda:1") for tensor in operands(1000, 1056, torch.float16))
         registry.gemvs()[name].bind(y, w, x)()
         assert relative_error(y, gemv_reference(w, x)) < 1e-3

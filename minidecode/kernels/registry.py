@@ -16,10 +16,9 @@ import ctypes
 import difflib
 import hashlib
 import importlib
-import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
 
 # Kernel sets that are whole engines and no single GEMV; the plan makes them.
 ENGINES = ("fused", "torch")
+
+DEVICES = ("cpu", "cuda")
 
 SYMBOLS: dict[str, str] = {"fp16": "minidecode_gemv", "fp32": "minidecode_gemv_f32"}
 
@@ -206,7 +207,7 @@ class Gemv:
                 raise
             except NotImplementedError as error:
                 raise NotSupportedError(self._python_failure("does not support", w)) from error
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 words = str(error).strip().splitlines() or [""]
                 raise MinidecodeError(
                     f"{self._python_failure('failed for', w)}: {type(error).__name__}: {words[0]}"
@@ -284,23 +285,34 @@ def cuda_gemv(name: str, path: Path, *, builtin: bool) -> Gemv:
 def _python_gemv(name: str, path: Path, function: str, *, builtin: bool) -> Gemv:
     tree = _parse(path)
     functions = _functions(tree)
-    if function not in functions:
+    if function not in functions and function not in _bound_names(tree.body):
         close = difflib.get_close_matches(function, functions, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise UsageError(
             f"{path} has no function {function!r}{hint} (it has: {', '.join(functions) or 'none'})"
         )
     constants = _constants(tree)
-    doc = ast.get_docstring(functions[function]) or ast.get_docstring(tree) or ""
+    doc = ast.get_docstring(functions[function]) if function in functions else None
+    doc = doc or ast.get_docstring(tree) or ""
     return Gemv(
         name,
         str(constants.get("SUMMARY", doc.strip().split("\n")[0])),
-        tuple(constants.get("DTYPES", DTYPES)),
+        _some_of(DTYPES, "DTYPES", constants, path),
         path.absolute(),
-        tuple(constants.get("DEVICES", ("cpu", "cuda"))),
+        _some_of(DEVICES, "DEVICES", constants, path),
         function,
         builtin,
     )
+
+
+def _some_of(
+    known: tuple[str, ...], name: str, constants: Mapping[str, Any], path: Path
+) -> tuple[str, ...]:
+    """The constant of a kernel file that is a tuple of known words; all of them by default."""
+    value = constants.get(name, known)
+    if not isinstance(value, (tuple, list)) or not value or not set(value) <= set(known):
+        raise UsageError(f"{path}: {name} is {value!r}, not a tuple of {', '.join(known)}")
+    return tuple(value)
 
 
 # --- reading files --------------------------------------------------------------------------------
@@ -327,6 +339,25 @@ def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+def _bound_names(body: Sequence[ast.stmt]) -> set[str]:
+    """Names that a module's statements bind, whatever to; not those inside functions."""
+    found: set[str] = set()
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+            found.update(n.id for n in stored if isinstance(n.ctx, ast.Store))
+        else:  # if, try, with, for: their statements, and those of their branches
+            for name in ("body", "orelse", "handlers", "finalbody"):
+                inner = getattr(node, name, [])
+                for part in inner if name == "handlers" else [inner]:
+                    found |= _bound_names(getattr(part, "body", part))
+    return found
+
+
 def _constants(tree: ast.Module) -> dict[str, Any]:
     found = {}
     for node in tree.body:
@@ -343,28 +374,69 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
     return found
 
 
+@dataclass(frozen=True)
+class _UserModule:
+    """A user's Python file that has run: the contents of the files, and the modules beside it."""
+
+    module: ModuleType
+    files: Mapping[Path, bytes | None]
+    helpers: tuple[str, ...]
+
+
+_user_modules: dict[Path, _UserModule] = {}
+
+
 def _import_file(path: Path) -> ModuleType:
-    """Runs a user's Python file as a module; an edited file is run again."""
-    key = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:16]
-    name = f"minidecode_user_{path.stem}_{key}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise MinidecodeError(f"cannot import {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # decorators such as triton.jit look their module up
-    sys.path.insert(0, str(path.parent))  # modules beside the file
+    """Runs a user's Python file as a module; again when it or a module beside it has changed.
+
+    The modules beside it are then imported anew: another kernel may have helpers of the same names.
+    """
+    held = _user_modules.get(path)
+    if held is not None and all(_content(file) == was for file, was in held.files.items()):
+        return held.module
+    for name in [name for other in _user_modules.values() for name in other.helpers]:
+        sys.modules.pop(name, None)
+    source = path.read_bytes()
+    key = hashlib.sha256(str(path).encode() + b"\0" + source).hexdigest()[:16]
+    module = ModuleType(f"minidecode_user_{path.stem}_{key}")
+    module.__file__ = str(path)
+    # Decorators such as triton.jit look their module up.
+    sys.modules[module.__name__] = module
+    before = set(sys.modules)
+    sys.path.insert(0, str(path.parent))
+    # Compiled files are told apart by whole seconds and size alone: none are left for next time.
+    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
+        exec(compile(source, str(path), "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module.__name__]
         line = _line_in(path, error)
         raise MinidecodeError(f"{path}{line}: {type(error).__name__}: {error}") from error
     finally:
+        sys.dont_write_bytecode = written
         with contextlib.suppress(ValueError):
             sys.path.remove(str(path.parent))
+    beside = {
+        name: Path(file)
+        for name in set(sys.modules) - before
+        if (file := getattr(sys.modules[name], "__file__", None)) is not None
+        and _is_helper(name, Path(file), path.parent)
+    }
+    files = {path: source, **{file: _content(file) for file in beside.values()}}
+    _user_modules[path] = _UserModule(module, files, tuple(beside))
     return module
+
+
+def _is_helper(module: str, file: Path, folder: Path) -> bool:
+    """Whether the module is a user's own in `folder` or below it, and no installed package."""
+    ours = module.partition(".")[0] == __name__.partition(".")[0]
+    return file.is_relative_to(folder) and "site-packages" not in file.parts and not ours
+
+
+def _content(file: Path) -> bytes | None:
+    with contextlib.suppress(OSError):
+        return file.read_bytes()
+    return None
 
 
 def _line_in(path: Path, error: BaseException) -> str:
