@@ -183,16 +183,41 @@ def test_includes_are_followed_as_a_compiler_does(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
     (here / "k.cu").write_text(
         '#include <lib/a.cuh>\n  #  include "b.cuh"\n#include <cuda_fp16.h>\n#include "gone.h"\n'
-        '// #include "not.cuh" is followed too: it costs nothing\n'
+        '// #include "not.cuh"\n/* x */ #include /* y */ "d.cuh"\n#define FILE "e.cuh"\n'
+        "#include FILE\n#include \\\n<lib/f.cuh>\n"
     )
+    (here / "not.cuh").write_text("")
+    for header in (here / "d.cuh", here / "e.cuh", include / "lib" / "f.cuh"):
+        header.write_text("")
     (include / "lib" / "a.cuh").write_text('#include "c.cuh"\n#include "a.cuh"\n')
     (include / "lib" / "c.cuh").write_text("")
     (here / "b.cuh").write_text("")
     (include / "b.cuh").write_text("the one beside the file comes first")
     found = {p.relative_to(tmp_path) for p in build.included_files(here / "k.cu", [include])}
-    assert found == {Path("here/k.cu"), Path("include/lib/a.cuh"), Path("include/lib/c.cuh")} | {
-        Path("here/b.cuh")
+    assert {str(path) for path in found} == {
+        *("here/k.cu", "here/b.cuh", "here/d.cuh", "here/e.cuh"),
+        *("include/lib/a.cuh", "include/lib/c.cuh", "include/lib/f.cuh"),
     }
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("CPATH", "{}"), ("CPLUS_INCLUDE_PATH", "/nowhere:{}"), ("NVCC_APPEND_FLAGS", "-O2 -I {}")],
+)
+def test_headers_that_a_compilers_variable_leads_to(
+    variable: str, value: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, folder = tmp_path / "k.cu", tmp_path / "elsewhere"
+    folder.mkdir()
+    source.write_text("#include <mine.cuh>\n#include <cuda_runtime.h>\n")
+    (folder / "mine.cuh").write_text("one")
+    monkeypatch.setenv(variable, value.format(folder))
+    before = plan(source).name
+    (folder / "mine.cuh").write_text("two")
+    assert plan(source).name != before
+    # A toolkit is known by its version; its thousands of lines are not read for each kernel.
+    (folder / "cuda_runtime.h").write_text("")
+    assert build.included_files(source) == [source]
 
 
 def test_headers_beside_a_link_are_found_as_a_compiler_does(tmp_path: Path) -> None:
@@ -486,6 +511,37 @@ def test_edits_are_seen_and_errors_are_readable_in_one_process(
     source.write_text(SOURCE.replace("(CODE)", "(CODE + 40)"))
     assert status(compile_(source)) == 42, "a corrected file"
     assert status(first) == 1, "the old library lives on"
+
+
+@needs_nvcc
+def test_an_edit_during_a_build_is_not_kept_under_the_old_name(
+    tmp_path: Path, linkable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_kernel(tmp_path, 1)
+    header = tmp_path / "code.cuh"
+
+    def edit(_: str, phase: str) -> None:
+        if phase == "compiling":
+            header.write_text("#define CODE 2\n")
+
+    monkeypatch.setattr(build, "on_build", edit)
+    with pytest.raises(MinidecodeError, match="was changed while it was compiled"):
+        compile_(source)
+    monkeypatch.setattr(build, "on_build", None)
+    assert status(compile_(source)) == 2
+    header.write_text("#define CODE 1\n")
+    assert status(compile_(source)) == 1
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", ["with:colon", "with$dollar"])
+def test_a_cache_where_ninja_does_not_build_is_refused(
+    name: str, tmp_path: Path, linkable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINIDECODE_CACHE_DIR", str(tmp_path / name))
+    with pytest.raises(MinidecodeError, match="no folder with ':' or") as caught:
+        compile_(write_kernel(tmp_path))
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @needs_nvcc

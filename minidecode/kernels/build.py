@@ -121,11 +121,13 @@ class Toolkit:
 class BuildPlan:
     """All that one build does, decided before anything is started.
 
-    source: the kernel file. name: the extension, unique for everything the build depends on.
-    directory: where it is built and kept. cuda_flags: for nvcc, unquoted. arch: "90a", "86+PTX", …
+    source: the kernel file. contents: `source_hash` of it. name: the extension, unique for
+    everything the build depends on. directory: where it is built and kept. cuda_flags: for nvcc,
+    unquoted. arch: "90a", "86+PTX", …
     """
 
     source: Path
+    contents: str
     name: str
     directory: Path
     cuda_flags: tuple[str, ...]
@@ -185,16 +187,21 @@ def build_seconds() -> float:
 
 # --- what a source consists of --------------------------------------------------------------------
 
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
+_COMMENT = re.compile(rb'("(?:[^"\\\n]|\\.)*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+# `#define FILE "file.cuh"` as well: `#include FILE` may follow.
+_INCLUDE = re.compile(
+    rb'^[ \t]*#[ \t]*(?:include|define[ \t]+\w+)[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE
+)
 
 
 def included_files(source: Path, search: Sequence[Path] | None = None) -> list[Path]:
     """`source` and every header it includes, directly or not, that lies beside it or in `search`.
 
-    Headers of the toolkit and of the system are not followed: the compiler's version stands for
-    them. Conditions are not evaluated, so a header behind an `#if` counts as included.
+    By default in our own folder and those that the compilers' variables name. Headers of the
+    toolkit and of the system are not followed: the compiler's version stands for them. Conditions
+    are not evaluated, so a header behind an `#if` counts as included.
     """
-    folders = tuple(include_dirs() if search is None else search)
+    folders = (*include_dirs(), *_extra_dirs()) if search is None else tuple(search)
     found: dict[Path, None] = {}
     waiting = [_absolute(source)]
     while waiting:
@@ -202,7 +209,8 @@ def included_files(source: Path, search: Sequence[Path] | None = None) -> list[P
         if path in found:
             continue
         found[path] = None
-        for quoted, angled in _INCLUDE.findall(_read(path)):
+        code = _COMMENT.sub(rb"\1 ", _read(path).replace(b"\\\n", b""))
+        for quoted, angled in _INCLUDE.findall(code):
             name = os.fsdecode(quoted or angled)
             beside = (path.parent,) if quoted else ()
             for folder in (*beside, *folders):
@@ -211,6 +219,18 @@ def included_files(source: Path, search: Sequence[Path] | None = None) -> list[P
                     waiting.append(_absolute(candidate))
                     break
     return list(found)
+
+
+def _extra_dirs() -> list[Path]:
+    """Folders of headers from the variables that the compilers read, without whole toolkits."""
+    named = [os.environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
+    folders = [folder for value in named for folder in value.split(os.pathsep)]
+    for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        folders += re.findall(
+            r"(?:-I|--include-path[= ]|-isystem)\s*(\S+)", os.environ.get(name, "")
+        )
+    paths = [Path(folder) for folder in dict.fromkeys(folders) if folder]
+    return [path for path in paths if not (path / "cuda_runtime.h").is_file()]
 
 
 def source_hash(source: Path, search: Sequence[Path] | None = None) -> str:
@@ -385,6 +405,11 @@ def architecture(major: int, minor: int) -> str:
     return f"{major}{minor}a" if (major, minor) == (9, 0) else f"{major}{minor}"
 
 
+def is_sm90(arch: str) -> bool:
+    """Whether "86+PTX", "90a", … is sm_90 or later."""
+    return int(re.sub(r"\D", "", arch)) >= 90
+
+
 def parse_arch_list(text: str) -> tuple[str, ...]:
     """TORCH_CUDA_ARCH_LIST, such as "8.6;9.0a+PTX" or "Hopper", as ("86", "90a+PTX")."""
     result: dict[str, None] = {}
@@ -434,6 +459,7 @@ def plan_build(
         if os.environ.get("CXX") or Path(host).name != "g++":
             flags.append(f"-ccbin={host}")
     flags += extra_flags
+    contents = source_hash(source)
     depends = {
         "path": str(source),
         "flags": flags,
@@ -441,12 +467,12 @@ def plan_build(
         "torch": torch.__version__,
         "nvcc": [str(toolkit.root), toolkit.version],
         "environment": {name: os.environ.get(name) for name in COMPILER_VARIABLES},
-        "sources": source_hash(source),
+        "sources": contents,
         "abi": source_hash(cuda_sources() / "include" / "minidecode" / "abi.cuh"),
     }
     key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
     name = f"minidecode_{_identifier(source.parent.name)}_{_identifier(source.stem)}_{key}"
-    return BuildPlan(source, name, kernel_cache() / name, tuple(flags), arch, toolkit)
+    return BuildPlan(source, contents, name, kernel_cache() / name, tuple(flags), arch, toolkit)
 
 
 def build(source: Path, *, extra_flags: Sequence[str] = (), verbose: bool = False) -> ctypes.CDLL:
@@ -549,6 +575,11 @@ def _locked_build(plan: BuildPlan, extension: Any, verbose: bool) -> None:
 
 def _build(plan: BuildPlan, extension: Any, verbose: bool) -> None:
     """Compiles and loads `plan`; the caller holds its lock."""
+    if re.search(r"[:$\n]", str(plan.directory)):
+        raise MinidecodeError(
+            f"ninja builds in no folder with ':' or '$' in its path, {plan.directory.parent}: set"
+            " MINIDECODE_CACHE_DIR to another one"
+        )
     # After a failure torch would take the same name and inputs for done: a new name each time.
     attempt = _failures.get(plan.name, 0)
     name = f"{plan.name}_r{attempt}" if attempt else plan.name
@@ -573,6 +604,8 @@ def _build(plan: BuildPlan, extension: Any, verbose: bool) -> None:
         )
         library = plan.directory / f"{name}.so"
         loaded = ctypes.CDLL(str(library))
+        if source_hash(plan.source) != plan.contents:
+            raise MinidecodeError(f"{plan.source} was changed while it was compiled: run it again")
     except (RuntimeError, OSError) as error:
         _failures[plan.name] = attempt + 1
         said = str(error)
