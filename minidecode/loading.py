@@ -11,6 +11,7 @@ import torch
 from minidecode import checkpoint, models
 from minidecode.decode import Decoder
 from minidecode.errors import MinidecodeError, MissingError, UsageError
+from minidecode.memory import free_memory
 from minidecode.models import synthetic
 from minidecode.models.stages import Blueprint
 from minidecode.plan import kernel_set
@@ -120,7 +121,7 @@ def _check_room(needed: int, device: torch.device, name: str) -> None:
     """Refuse weights of `needed` bytes that cannot fit the GPU, before any is read."""
     if device.type != "cuda":
         return
-    free, _ = torch.cuda.mem_get_info(device)
+    free = free_memory(device)
     if needed > free:
         raise MinidecodeError(
             f"{name} needs {needed / 2**30:.1f} GiB for its weights, "

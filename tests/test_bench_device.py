@@ -72,7 +72,7 @@ def test_read_time_grows_with_the_bytes() -> None:
 
 
 def test_a_buffer_that_caches_could_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_available_memory", lambda: 64 << 20)
+    monkeypatch.setattr(device, "free_memory", lambda device: 64 << 20)
     monkeypatch.setattr(timer, "_cpu_cache_bytes", lambda: 16 << 20)
     with pytest.raises(MinidecodeError, match=r"only 16 MB of memory .* bandwidth of cpu"):
         device._room(torch.device("cpu"), 8 << 30)

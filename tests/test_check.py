@@ -169,6 +169,15 @@ def test_other_faults_are_refused(body: str, words: str, tmp_path: Path) -> None
     assert re.search(words, failures), failures
 
 
+def test_rows_whose_ones_fp16_could_not_add_up(tmp_path: Path) -> None:
+    report = check_function(tmp_path, RIGHT, ("fp16",), shapes=[(4, 70_000)])
+    assert report.passed, report.summary()
+
+
+def test_no_case_at_all_is_no_pass() -> None:
+    assert not check(registry.gemvs()["torch"], "cpu", dtypes=()).passed
+
+
 def test_a_kernel_that_loses_digits_is_refused_in_fp32(tmp_path: Path) -> None:
     """As TF32 or a half accumulator would; the same digits are enough for FP16."""
     body = "y.copy_(torch.mv(w.half().float(), x.float()))"

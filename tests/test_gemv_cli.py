@@ -459,6 +459,16 @@ def test_what_does_not_fit_in_memory_is_told(
     assert large["reason"] == "too little memory for 96x96 fp16"
 
 
+def test_a_shape_that_no_memory_holds_leaves_the_others_their_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = run(capsys, "--shapes", "32x32,1000000x1000000", "-o", "json")
+    assert code == 0
+    small, large = json.loads(out)["rows"]
+    assert small["median_us"] > 0
+    assert large["reason"] == "not run: too little memory"
+
+
 def test_other_failures_are_not_taken_for_a_lack_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,25 +22,29 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
     "cli": EVERYTHING,
     "bench": frozenset(
-        {"", "bench", "cache", "config", "decode", "kernels", "models.stages", "plan", "records"}
+        {
+            *("", "bench", "cache", "config", "decode", "kernels", "memory", "models.stages"),
+            *("plan", "records"),
+        }
     ),
     "bench.stats": frozenset(),
     "report": frozenset({"records", "report"}),
     "records": frozenset(),
-    "loading": frozenset({"checkpoint", "decode", "models", "plan", "weights"}),
+    "loading": frozenset({"checkpoint", "decode", "memory", "models", "plan", "weights"}),
     "decode": frozenset(
         {"config", "kernels.build", "kernels.tiles", "models", "plan", "sampling", "weights"}
     ),
     "plan": frozenset({"config", "kernels", "models.stages", "plan", "sampling", "weights"}),
     "weights": frozenset({"checkpoint", "config", "models"}),
     "models": frozenset({"config", "models"}),
-    "kernels": frozenset({"cache", "kernels"}),
+    "kernels": frozenset({"cache", "kernels", "memory"}),
     "text": frozenset({"config"}),
     "sampling": frozenset({"config"}),
     "checkpoint": frozenset({"cache", "config", "example"}),
     "example": frozenset({"cache", "checkpoint", "config"}),
     "config": frozenset(),
     "cache": frozenset(),
+    "memory": frozenset(),
     "errors": frozenset(),
 }
 

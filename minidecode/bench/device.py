@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import minidecode
 from minidecode.bench import timer
 from minidecode.errors import MinidecodeError, MissingError
+from minidecode.memory import free_memory
 from minidecode.records import Environment, GpuState
 
 if TYPE_CHECKING:
@@ -286,29 +287,18 @@ def _release(device: torch.device) -> None:
 
 def _room(device: torch.device, wanted: int) -> int:
     """Up to `wanted` bytes that are free, a multiple of 256. Raises if caches could hold them."""
-    import torch
-
+    free = free_memory(device)
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
         size = min(wanted, free // 2)
     else:
         # Four times the caches is as good as 8 GB, and a CPU takes seconds to fill those.
-        size = min(wanted, max(256 << 20, 4 * timer.cache_bytes(device)), _available_memory() // 4)
+        size = min(wanted, max(256 << 20, 4 * timer.cache_bytes(device)), free // 4)
     if size < 2 * timer.cache_bytes(device):
         raise MinidecodeError(
             f"only {size >> 20} MB of memory to measure the read bandwidth of {device} with: "
             "a cache would serve it"
         )
     return size // 256 * 256
-
-
-def _available_memory() -> int:
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return 4 << 30
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
-    return int(found.group(1)) << 10 if found else 4 << 30
 
 
 def _filled_buffer(n_bytes: int, device: torch.device) -> torch.Tensor:
