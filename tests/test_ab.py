@@ -151,14 +151,16 @@ def test_another_token_matters_only_where_the_choice_was_clear() -> None:
     assert "clear choice at position 3" in str(gate.compare(tied, reference).reason)
 
 
-def test_the_gate_sees_through_what_another_kernel_left_behind(tiny_model: str) -> None:
+def test_the_gate_sees_through_what_another_kernel_left_behind(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kernel that leaves a row out would find the right value there, were it not for the NaN."""
     decoder = minidecode.load(tiny_model)
     ids = measure.gate_ids(decoder)
     whole = kernel_set(RIGHT, decoder.device)
     lazy = kernel_set(hostile("skips_last_row"), decoder.device)
     checker = gate.Gate(decoder, ids)
-    checker._check_gemvs = lambda kernels: None  # type: ignore[method-assign]
+    monkeypatch.setattr(gate, "check_gemvs", lambda *_: None)
     assert all(each.passed for each in checker.check([("right", whole)], "before"))
     with pytest.raises(KernelWrongError, match="position 0 are not finite"):
         checker.check([("lazy", lazy)], "before")
@@ -202,6 +204,20 @@ def test_a_wrong_kernel_is_refused_before_any_number_is_printed(
     assert captured.err.count("\n") == 1
     assert f"{kernel} is wrong" in captured.err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("kernel", ["zeros", "nan", "skips_last_row", "wrong_after_ten"])
+@pytest.mark.parametrize("which", ["tiny_model", "small_weights"])
+def test_a_wrong_kernel_decodes_nothing(
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, kernel: str, which: str
+) -> None:
+    directory = request.getfixturevalue(which)
+    assert cli.main(["generate", directory, "--prompt", "hi", "--kernel", hostile(kernel)]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert f"{kernel} is wrong" in captured.err
+    assert cli.main(["generate", directory, "--prompt", "hi", "--kernel", RIGHT]) == 0
 
 
 def test_a_kernel_that_becomes_wrong_while_it_is_timed(

@@ -236,7 +236,7 @@ class Scripted:
         self.script = [0 if char == "\n" else ord(char) - 29 for char in text]
         self.interrupt_after = interrupt_after
         self.device = torch.device("cpu")
-        self.kernel_set = SimpleNamespace(name="scripted", engine="torch")
+        self.kernel_set = SimpleNamespace(name="scripted", engine="torch", gemv=None)
         self.load_seconds = self.build_seconds = 0.25
         self.last: Any = None
         self.asked: tuple[Any, ...] = ()
@@ -256,6 +256,7 @@ class Scripted:
         finally:
             self.last = SimpleNamespace(
                 stop_reason=reason,
+                engine="torch",
                 n_prompt=len(ids),
                 n_gen=made,
                 prefill_s=0.012,

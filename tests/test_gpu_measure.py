@@ -118,7 +118,7 @@ def test_against_another_engine_all_of_its_step_is_told(
 
 
 @pytest.mark.parametrize("kernel", ["zeros", "nan", "skips_last_row", "wrong_after_ten"])
-@pytest.mark.parametrize("command", ["ab", "bench", "report"])
+@pytest.mark.parametrize("command", ["ab", "bench", "generate", "report"])
 def test_a_wrong_kernel_gets_no_numbers(
     capsys: pytest.CaptureFixture[str], small_weights: str, command: str, kernel: str
 ) -> None:
@@ -126,7 +126,8 @@ def test_a_wrong_kernel_gets_no_numbers(
     arguments = ["fused", file, "--only", "down"] if command == "ab" else ["--kernel", file]
     if command == "bench":
         arguments += ["-p", "16", "-n", "16"]
-    assert cli.main([command, *arguments, "-m", small_weights, "-q"]) == 3
+    model = ["--prompt", "hi", small_weights] if command == "generate" else ["-m", small_weights]
+    assert cli.main([command, *arguments, *model, "-q"]) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "is wrong" in captured.err

@@ -169,7 +169,8 @@ class Gate:
         results: list[GateResult] = []
         first: tuple[str, torch.Tensor] | None = None
         for name, kernels in arms:
-            self._check_gemvs(kernels)
+            self._decoder.prepare(len(self._ids))
+            check_gemvs(self._decoder, kernels, self._progress, self._checked)
             logits = teacher_forced(self._decoder, kernels, self._ids, self._progress)
             results.append(self._judge(name, when, REFERENCE, compare(logits, self._reference)))
             if first is None:
@@ -186,33 +187,40 @@ class Gate:
             )
         return agreement.result(name, when, against, len(self._ids))
 
-    def _check_gemvs(self, kernels: KernelSet) -> None:
-        """Each GEMV by itself on the shapes that it gets in this model, once."""
-        used = [kernels.gemv, *kernels.swapped.values()]
-        gemvs = {gemv.name: gemv for gemv in used if gemv is not None}
-        shapes: dict[Gemv, dict[tuple[int, int], None]] = {}
-        self._decoder.prepare(len(self._ids))
-        for op in self._decoder.runner(kernels).plan(0).ops:
-            gemv = gemvs.get(op.kernel)
-            if gemv is not None and op.engine == "composed" and gemv not in self._checked:
-                n, k = op.shape
-                shapes.setdefault(gemv, {})[n, k] = None
-        for gemv, wanted in shapes.items():
-            report = check(
-                gemv,
-                self._decoder.device,
-                dtypes=("fp16",),
-                shapes=list(wanted),
-                stop_at_failure=True,
-                on_case=self._on_case(gemv),
-            )
-            if not report.passed:
-                raise KernelWrongError(report.summary())
-            self._checked.add(gemv)
 
-    def _on_case(self, gemv: Gemv) -> Callable[[str], None]:
-        def show(case: str) -> None:
-            if self._progress is not None:
-                self._progress(None, f"checking {gemv.name}: {case}")
+def check_gemvs(
+    decoder: Decoder,
+    kernels: KernelSet,
+    progress: Progress | None = None,
+    passed: set[Gemv] | None = None,
+) -> None:
+    """Each GEMV of a kernel set by itself on the shapes that it gets in this model.
 
-        return show
+    Those in `passed` are left out, and those that pass are added. Raises KernelWrongError.
+    """
+    passed = set() if passed is None else passed
+    used = [kernels.gemv, *kernels.swapped.values()]
+    gemvs = {gemv.name: gemv for gemv in used if gemv is not None}
+    shapes: dict[Gemv, dict[tuple[int, int], None]] = {}
+    for op in decoder.runner(kernels).plan(0).ops:
+        gemv = gemvs.get(op.kernel)
+        if gemv is not None and op.engine == "composed" and gemv not in passed:
+            n, k = op.shape
+            shapes.setdefault(gemv, {})[n, k] = None
+    for gemv, wanted in shapes.items():
+
+        def show(case: str, name: str = gemv.name) -> None:
+            if progress is not None:
+                progress(None, f"checking {name}: {case}")
+
+        report = check(
+            gemv,
+            decoder.device,
+            dtypes=("fp16",),
+            shapes=list(wanted),
+            stop_at_failure=True,
+            on_case=show,
+        )
+        if not report.passed:
+            raise KernelWrongError(report.summary())
+        passed.add(gemv)

@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         text = None if directory is None else Text(directory)
         ids = _encode(text, prompt, args)
         decoder = options.load(args, progress, directory)
+        _check_kernel(decoder, progress)
         progress(None, f"reading the prompt, {len(ids)} tokens")
         writer = _Writer(
             text,
@@ -107,6 +108,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"\n{_statistics(result)}", file=sys.stderr)
     return INTERRUPTED if interrupted() else 0
+
+
+def _check_kernel(decoder: Decoder, progress: Progress) -> None:
+    """A user's own kernel is right, or it decodes nothing. Raises KernelWrongError."""
+    gemv = decoder.kernel_set.gemv
+    if gemv is None or gemv.builtin:
+        return
+    from minidecode.bench.gate import check_gemvs
+
+    decoder.prepare(1)
+    check_gemvs(decoder, decoder.kernel_set, progress)
 
 
 def _read_prompt(args: argparse.Namespace) -> str:
@@ -259,7 +271,7 @@ def _result(model: str, decoder: Decoder, writer: _Writer, interrupted: bool) ->
         peak_memory_bytes=last.peak_memory_bytes,
         logits_hash=last.logits_hash,
         kernel=decoder.kernel_set.name,
-        engine=decoder.kernel_set.engine,
+        engine=last.engine,
         model=model,
         environment=device.environment(decoder.device),
     )
