@@ -27,4 +27,4 @@ if [ "$code" -ne 0 ]; then
   grep -h '^==\(ERROR\|WARNING\)==' "$work/ncu.csv" >&2 || true
   exit "$code"
 fi
-exec "$python" "$root/scripts/ncu_driver.py" table "$work/order.json" "$work/ncu.csv"
+"$python" "$root/scripts/ncu_driver.py" table "$work/order.json" "$work/ncu.csv"

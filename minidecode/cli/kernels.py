@@ -264,7 +264,7 @@ def _lines(report: CheckReport, seconds: float, verbose: bool) -> list[str]:
 def _say(args: argparse.Namespace, progress: Progress, *lines: str) -> None:
     if args.json:
         return
-    progress.stop()
+    progress.pause()
     for line in lines:
         print(line, flush=True)
 

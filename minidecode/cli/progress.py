@@ -53,6 +53,10 @@ class Progress:
     def stop(self) -> None:
         """Takes the display away for good, before something else is printed."""
         self.visible = False
+        self.pause()
+
+    def pause(self) -> None:
+        """Takes the display away until the next call, for a line to be printed."""
         with self._lock:
             if self._display is not None:
                 self._display.stop()
