@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import sys
 import time
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,12 +39,14 @@ class GenerationStats:
     """What one `generate` did. Times in seconds of wall clock; `step_us` is per decode step.
 
     `decode_tok_s` excludes the first token and whatever was compiled or captured before it.
-    Compiling and capturing come before all of them. `bytes_per_token` is the mean over the decode
-    steps, `peak_memory_bytes` of the device's allocations, on the CPU of the process. What cannot
-    be computed is None.
+    Compiling and capturing come before all of them. `engine` is the plan's, "mixed" where stages
+    fell back; the kernel set's where nothing was decoded. `bytes_per_token` is the mean over the
+    decode steps, `peak_memory_bytes` of the device's allocations, on the CPU of the process. What
+    cannot be computed is None.
     """
 
     stop_reason: str
+    engine: str
     n_prompt: int
     n_gen: int
     prefill_s: float
@@ -78,6 +81,8 @@ class Runner:
         self._state, self._sampled, self._choices = state, sampled, choices
         self._plans: dict[int, Plan] = {}
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        # Of the graphs enqueued last: the position that each begins at, and its context.
+        self._recent: deque[tuple[int, int]] = deque(maxlen=4)
 
     def plan(self, position: int | None = None) -> Plan:
         """The plan that the step at `position` runs (by default, the next one)."""
@@ -95,9 +100,9 @@ class Runner:
             )
         return self._plans[context]
 
-    def eager(self) -> None:
-        """Enqueue one step op by op."""
-        plan = self.plan()
+    def eager(self, context: int | None = None) -> None:
+        """Enqueue one step op by op, of the plan for `context` instead of the position's own."""
+        plan = self.plan() if context is None else self._plan(context)
         self._count(1)
         for op in plan.ops:
             op.launch()
@@ -109,8 +114,15 @@ class Runner:
                 self.eager()
             return
         for context, count in _schedule(self._state.enqueued, n):
+            self._recent.append((self._state.enqueued, context))
             self._count(count)
             self._graph(context, count).replay()
+
+    def repeat(self) -> None:
+        """Enqueue the next step op by op, in the plan of the graph that ran it last."""
+        at = self._state.enqueued
+        ran = (context for start, context in reversed(self._recent) if start <= at)
+        self.eager(next(ran, None))
 
     def warm_up(self, n: int) -> None:
         """Build, and on a GPU capture, all that the next n steps need."""
@@ -369,6 +381,7 @@ class Decoder:
         plan = run.runner.plan(run.n_prompt) if timed and run.runner is not None else None
         return GenerationStats(
             stop_reason=run.reason,
+            engine=self.kernel_set.engine if plan is None else plan.engine,
             n_prompt=run.n_prompt,
             n_gen=n_gen,
             prefill_s=run.prefilled - run.began,
@@ -393,7 +406,7 @@ class Decoder:
             # The device ran ahead of a stop: that step once more, for its logits.
             token = run.produced[steps - 1]
             self.start(token, last)
-            run.runner.eager()
+            run.runner.repeat()
         return hashlib.sha256(state.logits.cpu().numpy().tobytes()).hexdigest()[:16]
 
 

@@ -259,7 +259,7 @@ class Run(Record):
     samples_ns: tuple[float, ...]
     samples_ts: tuple[float, ...]
     kernel: str
-    engine: str  # "fused", "composed" or "torch"
+    engine: str  # "fused", "composed", "torch", or "mixed" where stages fell back
     step_us: float | None = None  # median device time of one decode step; None for a prompt test
     bytes_per_token: int | None = None
     gb_s: float | None = None  # bytes_per_token over step_us

@@ -13,6 +13,9 @@ from decoding import IDS, check_closing, relative_error, step, token_by_token
 
 import minidecode
 from minidecode import example
+from minidecode.bench.gate import teacher_forced
+from minidecode.bench.tune import tune_step
+from minidecode.cli.measure import gate_ids
 from minidecode.decode import STEPS_PER_GRAPH, Decoder, Runner, context_bucket
 from minidecode.errors import MinidecodeError
 from minidecode.kernels import registry, tune
@@ -50,6 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "llama-odd-mlp": {"intermediate_size": 101},
+    "llama-head-dim-72": {"head_dim": 72},
     "mistral-window-4": {"model_type": "mistral", "sliding_window": 4},
     "qwen2-window-upper": {
         "model_type": "qwen2",
@@ -125,6 +129,7 @@ def test_logits_equal_transformers(made: Callable[..., tiny.Tiny], name: str) ->
         ("llama-odd-hidden", "mixed"),
         ("llama-odd-mlp", "mixed"),
         ("llama-odd-everything", "composed"),
+        ("llama-head-dim-72", "mixed"),  # its attention is the one for any head size
     ],
 )
 def test_what_the_fused_engine_cannot_take_is_composed(
@@ -177,6 +182,16 @@ def test_every_split_in_a_whole_step(made: Callable[..., tiny.Tiny], name: str) 
         assert relative_error(torch.stack(out), expected) < LIMIT, split
 
 
+def test_tune_chooses_splits_that_run(
+    made: Callable[..., tiny.Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load(made(max_position_embeddings=4096, **MODELS["llama-wide"]).directory)
+    found = tune_step(decoder, 1500, lambda share, text: None, tiles=False)
+    assert 0 < found.after_us < 1.05 * found.before_us
+    keys = {split_key(heads_of(decoder.config), 2048)}
+    assert set(found.splits) <= keys
+
+
 @pytest.mark.parametrize("spec", ["fused", "half2_block"])
 @pytest.mark.parametrize(
     "options",
@@ -224,6 +239,17 @@ def test_fused_is_no_less_exact_than_cublas(made: Callable[..., tiny.Tiny]) -> N
             for spec in ("fused", "cublas")
         }
         assert errors["fused"] < 1.1 * errors["cublas"] + 1e-4, (name, errors)
+
+
+def test_fused_is_no_less_exact_than_cublas_on_the_example(example_dir: Path) -> None:
+    decoder = load(example_dir)
+    ids = gate_ids(decoder)
+    expected = exact.logits(decoder.blueprint, decoder.weights, decoder.config, ids)
+    errors = {
+        spec: relative_error(teacher_forced(decoder, kernels_of(spec), ids), expected)
+        for spec in ("fused", "cublas")
+    }
+    assert errors["fused"] < 1.05 * errors["cublas"], errors
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-0.6b", "qwen2.5-0.5b", "llama-3.2-1b"])

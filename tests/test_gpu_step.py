@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from minidecode.errors import MinidecodeError
-from minidecode.kernels import registry, step
+from minidecode.kernels import registry, step, tune
 from minidecode.kernels.ops import NotSupportedError
 from minidecode.kernels.tiles import (
     Device,
@@ -34,13 +34,8 @@ EPS = 1e-5
 FILES = (step.NORM_LINEAR, step.LINEAR_RESIDUAL, step.NORM_SWIGLU, step.NORM_LOGITS)
 
 
-def sm90() -> bool:
-    return torch.cuda.get_device_capability()[0] >= 9
-
-
 def device() -> Device:
-    properties = torch.cuda.get_device_properties(0)
-    return Device(properties.multi_processor_count, properties.major >= 9)
+    return tune.device_of(torch.device("cuda", 0))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +97,7 @@ def fused_linear_expected(
 @pytest.mark.parametrize("stem", FILES)
 @pytest.mark.parametrize("k", [64, 576, 2048, 4096, 14_336])
 def test_fused_linear_with_every_tile(random: torch.Generator, stem: str, k: int) -> None:
-    tiles = tile_candidates(k, sm90())
+    tiles = tile_candidates(k, device())
     step.compile_kernels((stem, tile) for tile in tiles)
     for rows, with_bias in ((1, True), (7, False), (130, True), (1001, False)):
         n = 2 * rows if stem == step.NORM_SWIGLU else rows
@@ -146,12 +141,36 @@ def token_of(best: torch.Tensor) -> int:
     return ref.token_of(int(best) % 2**64)
 
 
+def test_code_made_for_an_older_gpu_does_without_what_that_lacks(
+    random: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver compiles PTX for sm_80 to what this GPU runs, still without bulk copies."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0+PTX")
+    step._build_of.cache_clear()
+    try:
+        assert not device().sm90
+        stem = step.LINEAR_RESIDUAL
+        w, x, before = halves(random, 130, 576), halves(random, 576), halves(random, 130)
+        expected, terms = fused_linear_expected(stem, w, x, None, None, before)
+        run_fused_linear(stem, Tile(128, 4), w, x, None, None, before, expected, terms)
+        with pytest.raises(MinidecodeError, match="not supported"):
+            step.fused_linear(stem, Tile(128, 4, 1, 4), w=w, x=x, y=before.clone())()
+        logits = torch.randn(100_000, generator=random, device="cuda")
+        drawn = draws(logits, Sampling(temperature=1.0, top_k=1), 3)
+        assert drawn.tolist() == [int(logits.argmax())] * 3
+        large, x, y = halves(random, 16_384, 4096), halves(random, 4096), nan(16_384)
+        registry.gemvs()["half2_stream"].bind(y, large, x)()
+        check(y, large.double() @ x.double(), large.double().abs() @ x.double().abs())
+    finally:
+        step._build_of.cache_clear()
+
+
 @pytest.mark.parametrize("n", [65_536, 128_256, 151_936])
 def test_last_row_of_a_large_head(random: torch.Generator, n: int) -> None:
     w, x, norm = halves(random, n, 64), halves(random, 64), halves(random, 64)
     inputs = normed(x, norm)
     expected, terms = w.double() @ inputs, w.double().abs() @ inputs.abs()
-    for tile in (default_tile(n, 64, device()), *tile_candidates(64, sm90())[-3:]):
+    for tile in (default_tile(n, 64, device()), *tile_candidates(64, device())[-3:]):
         logits = nan(n, dtype=torch.float32)
         best = torch.zeros(1, dtype=torch.int64, device="cuda")
         step.fused_linear(

@@ -19,7 +19,6 @@ from minidecode.kernels import registry
 from minidecode.kernels.tiles import (
     HEADS_PER_BLOCK,
     MAX_SPLITS,
-    STAGED_BYTES,
     Choices,
     Device,
     Heads,
@@ -324,29 +323,35 @@ def test_a_stopped_state_does_not_advance(llama: Decoder) -> None:
 # --- how work is divided --------------------------------------------------------------------------
 
 H200 = Device(132, True)
-A100 = Device(108, False)
+A100 = Device(108, False, 163 * 1024)
+RTX_5090 = Device(170, True, 99 * 1024)
 
 
 @pytest.mark.parametrize("k", [8, 576, 1536, 2048, 4096, 14_336])
 @pytest.mark.parametrize("n", [8, 960, 3072, 28_672, 151_936])
 def test_default_tile_runs_everywhere(n: int, k: int) -> None:
-    for device in (A100, H200):
+    for device in (A100, H200, RTX_5090):
         tile = default_tile(n, k, device)
-        assert tile.fits(k, device.sm90)
+        assert tile.fits(k, device)
+        assert tile.staged * k * 2 < device.shared_bytes
+        assert device.sm90 or not tile.staged
         assert tile.rows % 2 == tile.staged % 2 == 0  # multiplied in pairs
         assert tile.threads % 32 == 0
 
 
 @pytest.mark.parametrize("k", [576, 4096, 14_336])
 def test_tile_candidates(k: int) -> None:
-    tiles = tile_candidates(k, sm90=True)
+    tiles = tile_candidates(k, H200)
     assert len(set(tiles)) == len(tiles)
     for tile in tiles:
         assert tile.threads % 32 == 0
         assert 0 < tile.rows + tile.staged < 32
         assert tile.rows % 2 == tile.staged % 2 == 0
-        assert tile.staged * k * 2 <= STAGED_BYTES
-    assert not any(tile.staged for tile in tile_candidates(k, sm90=False))
+        assert tile.resident * tile.staged * k * 2 < H200.shared_bytes
+    assert not any(tile.staged for tile in tile_candidates(k, A100))
+    smaller = tile_candidates(k, RTX_5090)
+    assert len(smaller) < len(tiles) or k < 2048
+    assert all(tile.staged * k * 2 < RTX_5090.shared_bytes for tile in smaller)
 
 
 @pytest.mark.parametrize("device", [H200, A100])

@@ -244,7 +244,24 @@ def test_rms_norm_of_extreme_values_inside_a_linear(value: float, gain: float) -
         np.testing.assert_array_equal(y, expected)
 
 
-def test_a_scaled_norm_is_at_most_one() -> None:
+@pytest.mark.parametrize(("small_x", "small_norm"), [(3e-3, 1e-2), (1e-3, 3e-3), (3e-4, 3e-3)])
+def test_small_inputs_and_norms_keep_their_digits(small_x: float, small_norm: float) -> None:
+    """Their product would be next to the smallest numbers of FP16; compared without rounding it."""
+    random = np.random.default_rng(3)
+    k = 2048
+    w, x, weight = (
+        (random.standard_normal(shape) * scale).astype(np.float16)
+        for shape, scale in (((64, k), k**-0.5), (k, small_x), (k, small_norm))
+    )
+    norm, scale = step.scaled_norm(torch.from_numpy(weight))
+    expected = ref.linear(w, ref.rms_norm(x, weight, EPS), None)
+    y, *rest = map(aligned, (np.empty(64, np.float16), w, x, norm.numpy()))
+    assert call_linear(step.NORM_LINEAR, [y, *rest, None, None, None], 64, k, 0, scale) == 0
+    error = np.linalg.norm(y.astype(np.float64) - expected) / np.linalg.norm(expected)
+    assert error < 5e-4
+
+
+def test_a_scaled_norm_has_its_greatest_element_next_to_one() -> None:
     def scaled(*values: float) -> tuple[list[float], float]:
         norm, scale = step.scaled_norm(torch.tensor(values, dtype=torch.float16))
         return norm.tolist(), scale
@@ -253,6 +270,8 @@ def test_a_scaled_norm_is_at_most_one() -> None:
     assert scaled(2.0, -1.0) == ([1.0, -0.5], 0.5)
     assert scaled(1.0, -3.0) == ([0.25, -0.75], 0.25)
     assert scaled(65504.0) == ([65504 / 65536], 2**-16)
+    assert scaled(0.25, -0.125) == ([1.0, -0.5], 4.0)
+    assert scaled(2.0**-24) == ([1.0], 2.0**24)
     assert scaled(float("inf")) == ([float("inf")], 1.0)
     assert scaled(0.0) == ([0.0], 1.0)
 

@@ -54,13 +54,18 @@ def tune_step(decoder: Decoder, depth: int, progress: Progress, *, tiles: bool =
     """Find the quickest attention split, and tile of each kind of linear layer, at `depth`.
 
     One choice is varied at a time while the others stay, twice around. Without `tiles` only the
-    split is chosen, for contexts like this one. Nothing is stored.
+    split is chosen, for contexts like this one. Nothing is stored. Raises MinidecodeError when no
+    candidate runs on this GPU.
     """
-    state = decoder.prepare(depth + (_REPLAYS + 2) * STEPS_PER_GRAPH)
+    bucket = context_bucket(depth + 1)
+    last = min(bucket, decoder.max_context)
+    state = decoder.prepare(max(depth + 1, last))
+    # All that is measured must be in the bucket of contexts that the choice is for.
+    depth = max(0, min(depth, last - (_REPLAYS + 2) * STEPS_PER_GRAPH))
     state.keys.normal_()
     state.values.normal_()
     best = tune.choices(decoder.device)
-    steps = list(_coordinates(decoder, best, depth, tiles))
+    steps = list(_coordinates(decoder, best, bucket, tiles))
     total = sum(len(candidates) for _, candidates in steps)
     progress(0.0, "compiling candidates")
     step.compile_kernels(
@@ -80,6 +85,8 @@ def tune_step(decoder: Decoder, depth: int, progress: Progress, *, tiles: bool =
                 done += not again
                 progress(done / total, f"{key}: {best_us:.1f} us a step")
             us, variation = min(measured, key=lambda pair: pair[0])
+            if us == math.inf:
+                raise MinidecodeError(f"tune: no candidate for {key} runs on this GPU")
             if us < best_us * (1 - _LEAST_GAIN):
                 best, best_us = best.but(variation.tiles, variation.splits), us
             steps[at] = (key, [v for t, v in measured if t < us * _CLOSE])
@@ -93,24 +100,23 @@ def tune_step(decoder: Decoder, depth: int, progress: Progress, *, tiles: bool =
 
 
 def _coordinates(
-    decoder: Decoder, base: Choices, depth: int, tiles: bool
+    decoder: Decoder, base: Choices, bucket: int, tiles: bool
 ) -> Iterator[tuple[str, list[Choices]]]:
     """What there is to choose: its key, and one Choices for each candidate."""
     heads, device = heads_of(decoder.config), base.device
     empty = Choices(device)
-    key = split_key(heads, context_bucket(depth + 1))
-    splits = split_candidates(heads, device)
-    yield key, [empty.but(splits={key: split}) for split in splits]
+    stages = [stage for _, stage in decoder.blueprint.stages()]
+    windows = [stage.window or bucket for stage in stages if isinstance(stage, Attention)]
+    for context in sorted({min(bucket, window) for window in windows}):
+        key = split_key(heads, context)
+        splits = split_candidates(heads, device)
+        yield key, [empty.but(splits={key: split}) for split in splits]
     if not tiles:
         return
-    shapes = {
-        stage.kind: stage.weight.shape
-        for _, stage in decoder.blueprint.stages()
-        if not isinstance(stage, Attention)
-    }
+    shapes = {s.kind: s.weight.shape for s in stages if not isinstance(s, Attention)}
     for kind, (n, k) in shapes.items():
         key = tile_key(kind, n, k)
-        candidates = tile_candidates(k, device.sm90)
+        candidates = tile_candidates(k, device)
         yield key, [empty.but(tiles={key: tile}) for tile in candidates]
 
 

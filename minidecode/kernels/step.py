@@ -28,8 +28,11 @@ LINEAR_RESIDUAL = "linear_residual"
 NORM_SWIGLU = "norm_linear_swiglu"
 NORM_LOGITS = "norm_linear_logits"
 
-# The other files of a step.
-_HELPERS = ("helpers", "attention", "attention_any", "next_token", "sample")
+# Those with the attention: on tensor cores, and for head sizes that these do not take.
+ATTENTION, ATTENTION_ANY = "attention", "attention_any"
+
+# All files of a step without tiles.
+_HELPERS = ("helpers", ATTENTION, ATTENTION_ANY, "next_token", "sample")
 
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
@@ -205,17 +208,22 @@ class Cache:
     context: int
 
 
+def attention_file(head_dim: int) -> str:
+    """The kernel file, without ".cu", for heads of this size."""
+    special = head_dim % 16 == 0 and head_dim <= TENSOR_CORE_HEAD_DIM
+    return ATTENTION if special else ATTENTION_ANY
+
+
 def attention(out: torch.Tensor, qkv: torch.Tensor, cache: Cache, split: Split) -> Launch:
     """Attention of one token, with q/k norm, RoPE and the append to the cache before it.
 
     out FP16 [heads * head_dim]; qkv FP16 [(heads + 2 kv_heads) * head_dim].
     """
-    head_dim = cache.keys.shape[2]
-    if head_dim % 16 or head_dim > TENSOR_CORE_HEAD_DIM:
+    if attention_file(cache.keys.shape[2]) == ATTENTION_ANY:
         args, held = _attention_args(out, qkv, cache, Split(1, split.warps))
-        return _bound("attention_any", "minidecode_attention_any", (args,), held)
+        return _bound(ATTENTION_ANY, "minidecode_attention_any", (args,), held)
     args, held = _attention_args(out, qkv, cache, split)
-    return _bound("attention", "minidecode_attention", (args, _int(split.warps)), held)
+    return _bound(ATTENTION, "minidecode_attention", (args, _int(split.warps)), held)
 
 
 def _attention_args(
@@ -275,12 +283,13 @@ def fused_linear(
 
 
 def scaled_norm(norm: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """(norm times a power of two that leaves no element above 1, that power).
+    """(norm times the power of two that brings its greatest element into (1/2, 1], that power).
 
-    The fused kernels multiply it with the input in FP16, where a product of both may be infinite.
+    The fused kernels multiply it with the input in FP16, where a product of both may be infinite,
+    or so small that it has few digits.
     """
     greatest = float(norm.abs().max())
-    if not 1.0 < greatest < math.inf:
+    if not 0.0 < greatest < math.inf:
         return norm, 1.0
     scale = 2.0 ** -math.ceil(math.log2(greatest))
     return norm * scale, scale

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-# Shared memory that a block may use for weights on sm_90 (227 KB less what the kernel has itself).
-STAGED_BYTES = 224 * 1024
+# Shared memory of a fused linear kernel besides the weights, rounded up.
+OWN_SHARED_BYTES = 3 * 1024
 
 # The tensor-core attention: query heads of a block, and head_dim, at most.
 HEADS_PER_BLOCK = 8
@@ -36,9 +36,10 @@ class Tile:
         fields = (self.threads, self.rows, self.unroll, self.staged, self.resident)
         return f"Tile<{','.join(map(str, fields))}>"
 
-    def fits(self, k: int, sm90: bool) -> bool:
+    def fits(self, k: int, device: Device) -> bool:
         """Whether the tile runs for rows of k elements; bulk copies need sm_90 or later."""
-        return not self.staged or (sm90 and self.resident * self.staged * k * 2 <= STAGED_BYTES)
+        weights = self.resident * self.staged * k * 2
+        return not weights or (device.sm90 and weights <= device.shared_bytes - OWN_SHARED_BYTES)
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,15 @@ class Split:
 
 @dataclass(frozen=True)
 class Device:
-    """What the rules need to know of a GPU: SM count, and whether it is sm_90 or later."""
+    """What the rules need to know of a GPU.
+
+    sms: multiprocessors. sm90: whether kernels are compiled for sm_90 or later. shared_bytes: the
+    most shared memory of a block.
+    """
 
     sms: int
     sm90: bool
+    shared_bytes: int = 227 * 1024
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Choices:
     def tile(self, kind: str, n: int, k: int) -> Tile:
         """The tile of a linear layer of `kind` ("qkv", "o", …) with an [n, k] weight."""
         chosen = self.tiles.get(tile_key(kind, n, k))
-        if chosen is None or not chosen.fits(k, self.device.sm90):
+        if chosen is None or not chosen.fits(k, self.device):
             return default_tile(n, k, self.device)
         return chosen
 
@@ -128,7 +134,7 @@ def default_tile(n: int, k: int, device: Device) -> Tile:
     staged = 4 if wide or k >= 2048 else 0
     resident = 512 // threads if wide else 1
     tile = Tile(threads, rows if wide else rows - staged, 1, staged, resident)
-    return tile if tile.fits(k, device.sm90) else Tile(threads, rows, resident=resident)
+    return tile if tile.fits(k, device) else Tile(threads, rows, resident=resident)
 
 
 def default_split(heads: Heads, context: int, device: Device) -> Split:
@@ -148,7 +154,7 @@ def default_split(heads: Heads, context: int, device: Device) -> Split:
     return Split(splits, warps)
 
 
-def tile_candidates(k: int, sm90: bool) -> list[Tile]:
+def tile_candidates(k: int, device: Device) -> list[Tile]:
     """Tiles worth measuring for rows of k elements.
 
     A limit on registers (`resident`) often pays: more blocks wait on the chip with their weights.
@@ -234,7 +240,7 @@ def tile_candidates(k: int, sm90: bool) -> list[Tile]:
         Tile(512, 10, 1, 6, 1),
         Tile(512, 16, 1, 4, 1),
     ]
-    return [t for t in in_registers + in_shared + mixed if t.fits(k, sm90)]
+    return [t for t in in_registers + in_shared + mixed if t.fits(k, device)]
 
 
 def split_candidates(heads: Heads, device: Device) -> list[Split]:

@@ -35,13 +35,22 @@ _SOURCES = (
 
 def choices(device: torch.device) -> Choices:
     """The choices for a GPU: those of its cache file over those shipped for its model."""
-    properties = torch.cuda.get_device_properties(device)
-    found = Choices(Device(properties.multi_processor_count, properties.major >= 9))
-    for path in (_SHIPPED / f"{_slug(properties.name)}.json", cache_file(device)):
+    name = torch.cuda.get_device_properties(device).name
+    found = Choices(device_of(device))
+    for path in (_SHIPPED / f"{_slug(name)}.json", cache_file(device)):
         stored = _read(path)
         if path.parent == _SHIPPED or stored.get("sources") == source_hash():
             found = found.but(*_parse(stored))
     return found
+
+
+def device_of(device: torch.device) -> Device:
+    """The GPU as the rules see it, with the kernels that TORCH_CUDA_ARCH_LIST gives it."""
+    properties = torch.cuda.get_device_properties(device)
+    sm90 = properties.major >= 9 and any(map(build.is_sm90, build.architectures()))
+    # A kilobyte of each block's is the system's.
+    shared = properties.shared_memory_per_multiprocessor - 1024
+    return Device(properties.multi_processor_count, sm90, shared)
 
 
 def cache_file(device: torch.device) -> Path:
@@ -54,13 +63,12 @@ def save(device: torch.device, tiles: Mapping[str, Tile], splits: Mapping[str, S
     """Add measured choices to the cache file, which is replaced in one step."""
     path = cache_file(device)
     stored = _read(path)
-    if stored.get("sources") != source_hash():
-        stored = {}
+    kept = _parse(stored if stored.get("sources") == source_hash() else {})
     document = {
         "gpu": torch.cuda.get_device_properties(device).name,
         "sources": source_hash(),
-        "tiles": {**stored.get("tiles", {}), **{k: asdict(v) for k, v in tiles.items()}},
-        "splits": {**stored.get("splits", {}), **{k: asdict(v) for k, v in splits.items()}},
+        "tiles": {key: asdict(tile) for key, tile in {**kept[0], **tiles}.items()},
+        "splits": {key: asdict(split) for key, split in {**kept[1], **splits}.items()},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")

@@ -84,7 +84,8 @@ class Plan:
     @property
     def engine(self) -> str:
         """ "fused", "composed" or "torch"; "mixed" when stages fell back or were swapped."""
-        engines = {op.engine for op in self.ops if op.kind in LINEAR_KINDS}
+        fallback = step.ATTENTION_ANY
+        engines = {o.engine for o in self.ops if o.kind in LINEAR_KINDS or o.kernel == fallback}
         return engines.pop() if len(engines) == 1 else "mixed"
 
 

@@ -8,7 +8,7 @@ from minidecode.kernels import step
 from minidecode.kernels.tiles import Choices
 from minidecode.models.stages import Attention, NormLinear, Stage
 from minidecode.plan.cuda import CudaHelpers
-from minidecode.plan.op import Op, attention_op, linear_op
+from minidecode.plan.op import Engine, Op, attention_op, linear_op
 from minidecode.plan.state import State
 from minidecode.weights import Weights
 
@@ -56,7 +56,9 @@ class Fused:
         """The stage as one kernel."""
         if isinstance(stage, Attention):
             launch = self._helpers.attention(stage)
-            return attention_op(stage, launch, self._state, "fused", "attention")
+            kernel = step.attention_file(self._state.config.head_dim)
+            engine: Engine = "composed" if kernel == step.ATTENTION_ANY else "fused"
+            return attention_op(stage, launch, self._state, engine, kernel)
         s, w = self._state, self._weights
         is_head = stage.kind == "head"
         inputs, out = {

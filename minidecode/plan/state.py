@@ -124,7 +124,7 @@ def sampling_bytes(sampling: Sampling) -> torch.Tensor:
         sampling.top_p,
         sampling.min_p,
         sampling.repetition_penalty,
-        sampling.top_k,
+        min(sampling.top_k, 2**31 - 1),
     )
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
