@@ -472,8 +472,9 @@ class ABResult(Record):
     b: Arm
     gates: tuple[GateResult, ...]
     ratio: float  # median over pairs of a's time / b's time
-    ratio_low: float  # the 95 % interval
+    ratio_low: float  # the 95 % interval of the pairs, wider by `noise_floor` at both ends
     ratio_high: float
+    noise_floor: float = 0.0  # 0.002 is 0.2 %: the least difference that a run could tell
     noise_low: float  # the 95 % interval of the same ratio with `a` in both arms
     noise_high: float
     noise_ratio: float

@@ -319,7 +319,7 @@ def test_fail_if_slower(
     arguments = ["ab", "torch", RIGHT, "-m", tiny_model, "--fail-if-slower", "5"]
     assert cli.main(arguments) == code
     captured = capsys.readouterr()
-    assert "tokens/s" in captured.out
+    assert "device tok/s" in captured.out
     assert ("more than 5 % slower" in captured.err) == (code == 4)
 
 

@@ -28,8 +28,6 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> LayerReport:
 
 
 def test_ten_runs_of_a_kernel_against_itself() -> None:
-    """No run may call a difference. That each interval holds 1 is not asked: on an H200 half of ten
-    did not, where all ten verdicts were right."""
     decoder = minidecode.load(SMALL, device="cuda")
     environment = measure.environment(decoder, Progress(quiet=True))
     for kernels in [decoder.kernel_set] * 10:
@@ -46,6 +44,7 @@ def test_ten_runs_of_a_kernel_against_itself() -> None:
             environment=environment,
         )
         assert result.verdict == NO_DIFFERENCE, result.sentence
+        assert result.ratio_low <= 1.0 <= result.ratio_high
         assert 0.99 < result.ratio < 1.01
 
 

@@ -27,6 +27,7 @@ from minidecode.bench.stats import (
     drift,
     mean_sd,
     median,
+    noise_floor,
     paired_ratio,
     percentile,
     verdict,
@@ -39,9 +40,11 @@ RUNS = 200
 PAIRS = 40
 
 
-def noise(rng: np.random.Generator, size: int, *, heavy: bool = False) -> FloatArray:
-    """1 % of noise on the log of a time: normal, or Student's t with outliers of any size."""
-    return 0.01 * (rng.standard_t(2, size) if heavy else rng.normal(size=size))
+def noise(
+    rng: np.random.Generator, size: int, *, heavy: bool = False, spread: float = 0.01
+) -> FloatArray:
+    """On the log of a time: normal, or Student's t with outliers of any size."""
+    return spread * (rng.standard_t(2, size) if heavy else rng.normal(size=size))
 
 
 def interleaved(
@@ -52,11 +55,12 @@ def interleaved(
     first: float = 0.0,
     heavy: bool = False,
     pairs: int = PAIRS,
+    spread: float = 0.01,
 ) -> tuple[FloatArray, FloatArray]:
     """Times of a and b in AB BA AB … order; b is `speed` times as fast."""
     rng = np.random.default_rng(seed)
     level = 100.0 * (1.0 + slowing * np.linspace(0.0, 1.0, 2 * pairs))
-    times = level * np.exp(noise(rng, 2 * pairs, heavy=heavy))
+    times = level * np.exp(noise(rng, 2 * pairs, heavy=heavy, spread=spread))
     times[0::2] *= 1.0 + first
     pair = times.reshape(pairs, 2)
     a_first = np.arange(pairs) % 2 == 0
@@ -142,16 +146,33 @@ def test_real_differences_are_found_under_drift() -> None:
         assert set(verdicts) <= {expected, NO_DIFFERENCE}
 
 
-def test_verdict_needs_the_interval_and_the_noise_floor() -> None:
-    quiet = Interval(1.0, 0.999, 1.001)
-    assert verdict(Interval(1.05, 1.04, 1.06), quiet) == FASTER
-    assert verdict(Interval(0.95, 0.94, 0.96), quiet) == SLOWER
-    assert verdict(Interval(1.05, 0.99, 1.10), quiet) == NO_DIFFERENCE
-    assert verdict(Interval(1.05, 1.04, 1.06), Interval(1.0, 0.94, 1.001)) == NO_DIFFERENCE
-    assert verdict(Interval(1.05, 1.04, 1.06), Interval(1.03, 1.001, 1.06)) == NO_DIFFERENCE
-    tiny = 1.0 + MIN_EFFECT / 2
-    assert verdict(Interval(tiny, tiny - 1e-5, tiny + 1e-5)) == NO_DIFFERENCE
-    assert verdict(Interval(1.005, 1.004, 1.006)) == FASTER
+def test_verdict_is_the_interval_s() -> None:
+    assert verdict(Interval(1.05, 1.04, 1.06)) == FASTER
+    assert verdict(Interval(0.95, 0.94, 0.96)) == SLOWER
+    assert verdict(Interval(1.05, 0.99, 1.10)) == NO_DIFFERENCE
+
+
+def test_the_noise_floor_is_the_furthest_that_the_same_kernel_was_from_itself() -> None:
+    assert noise_floor() == MIN_EFFECT
+    assert noise_floor(Interval(1.0, 0.9995, 1.0004)) == MIN_EFFECT
+    assert noise_floor(Interval(1.0, 0.94, 1.001)) == pytest.approx(0.06)
+    assert noise_floor(Interval(1.03, 1.001, 1.06)) == pytest.approx(0.06)
+
+
+def test_the_interval_is_wider_by_the_noise_floor() -> None:
+    """Two captures may differ for good, which no spread within a run tells."""
+    a, b = interleaved(1, speed=1.0 + MIN_EFFECT / 2, spread=1e-5)
+    quiet = interleaved(2, spread=1e-5)
+    fit, found = paired_ratio(a, b), compare(a, b, *quiet)
+    assert 1.0 not in fit
+    assert found.floor == MIN_EFFECT
+    assert found.ratio.value == fit.value
+    assert found.ratio.low == pytest.approx(fit.low * (1 - MIN_EFFECT), rel=1e-5)
+    assert found.ratio.high == pytest.approx(fit.high * (1 + MIN_EFFECT), rel=1e-5)
+    assert found.verdict == NO_DIFFERENCE
+    assert compare(*interleaved(1, speed=1.005, spread=1e-5), *quiet).verdict == FASTER
+    noisy = interleaved(2, spread=0.05)
+    assert compare(*interleaved(1, speed=1.005, spread=1e-5), *noisy).verdict == NO_DIFFERENCE
 
 
 def test_the_same_samples_give_the_same_interval() -> None:

@@ -103,6 +103,7 @@ def run(
         ratio=compared.ratio.value,
         ratio_low=compared.ratio.low,
         ratio_high=compared.ratio.high,
+        noise_floor=compared.floor,
         noise_ratio=compared.noise.value,
         noise_low=compared.noise.low,
         noise_high=compared.noise.high,

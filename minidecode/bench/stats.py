@@ -23,8 +23,8 @@ Verdict: TypeAlias = Literal["faster", "slower", "no difference"]
 # can hold a median 95 times in 100: even the smallest to the largest of five holds it 94 times.
 MIN_PAIRS = 12
 
-# A difference that is smaller is not called one, whatever its interval: two captures of the same
-# kernels differ by about as much through where their buffers happen to lie.
+# What is not in the spread of the samples: two captures of the same kernels differ by up to about
+# as much through where their buffers happen to lie. The least noise floor.
 MIN_EFFECT = 0.002
 
 _RESAMPLES = 10_000
@@ -45,10 +45,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome of an A/B run; `ratio` is b's speed over a's."""
+    """The outcome of an A/B run; `ratio` is b's speed over a's.
+
+    Its interval is the bootstrap's, wider by the noise floor `floor` at both ends: 0.002 is 0.2 %.
+    """
 
     ratio: Interval
     noise: Interval
+    floor: float
     verdict: Verdict
 
 
@@ -142,16 +146,15 @@ def paired_ratio(
     return Interval(*(float(np.exp(x)) for x in (fit.value, fit.low, fit.high)))
 
 
-def verdict(ratio: Interval, noise: Interval | None = None) -> Verdict:
-    """Whether b is faster or slower than a.
+def noise_floor(noise: Interval | None = None) -> float:
+    """The greater of MIN_EFFECT and what `noise`, a kernel against itself, leaves possible."""
+    ends = () if noise is None else (noise.low, noise.high)
+    return max([MIN_EFFECT, *(abs(end - 1.0) for end in ends)])
 
-    There is a difference only if the interval leaves out 1 and the ratio lies further from 1 than
-    both MIN_EFFECT and anything in `noise`, the interval of the same kernel against itself.
-    """
-    floor = MIN_EFFECT
-    if noise is not None:
-        floor = max(floor, abs(noise.low - 1.0), abs(noise.high - 1.0))
-    if 1.0 in ratio or abs(ratio.value - 1.0) <= floor:
+
+def verdict(ratio: Interval) -> Verdict:
+    """Whether b is faster or slower than a: only if the interval leaves out 1."""
+    if 1.0 in ratio:
         return "no difference"
     return "faster" if ratio.value > 1.0 else "slower"
 
@@ -165,9 +168,11 @@ def compare(
     seed: int = 0,
 ) -> Comparison:
     """An A/B run and its A/A run, both in the order that `paired_ratio` asks for, judged."""
-    ratio = paired_ratio(a_us, b_us, seed=seed)
+    fit = paired_ratio(a_us, b_us, seed=seed)
     noise = paired_ratio(noise_first_us, noise_second_us, seed=seed + 1)
-    return Comparison(ratio, noise, verdict(ratio, noise))
+    floor = noise_floor(noise)
+    ratio = Interval(fit.value, fit.low / (1.0 + floor), fit.high * (1.0 + floor))
+    return Comparison(ratio, noise, floor, verdict(ratio))
 
 
 def drift(samples: Sequence[float]) -> float:

@@ -70,7 +70,7 @@ def of_step(pct: float | None) -> str:
 def layer_notes(report: LayerReport, *, every_row: bool) -> list[str]:
     """What has to be said below the totals, and below `every_row` where they are shown too."""
     notes = []
-    shares = [total.pct_read_bw for total in report.by_kind]
+    shares = [report.pct_read_bw, *(total.pct_read_bw for total in report.by_kind)]
     shares += [row.pct_read_bw for row in report.rows] if every_row else []
     if any(is_above(pct) for pct in shares):
         notes.append(f"{ABOVE} {ABOVE_LAYERS}")

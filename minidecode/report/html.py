@@ -105,7 +105,7 @@ def _figures(report: LayerReport) -> str:
     of_what = "%" if report.read_bw_gb_s else ""
     items = [
         ("One step", number(report.step_us), "µs", ""),
-        ("Tokens a second", f"{_format.tokens_per_s(report.step_us):,.1f}", "", ""),
+        ("Tokens a second", f"{_format.tokens_per_s(report.step_us):,.1f}", "", "device time"),
         ("Of the read ceiling", share(report.pct_read_bw), of_what, of_ceiling),
         ("Read for a token", *_format.size(report.bytes).split(" "), ""),
         (

@@ -196,11 +196,12 @@ def ab(result: ABResult) -> str:
     where = (
         f"{result.model} on {result.environment.hardware}, {result.depth} tokens in the cache, "
         f"{result.rounds} pairs. A against itself: {result.noise_ratio:.3f} "
-        f"({result.noise_low:.3f}–{result.noise_high:.3f})."
+        f"({result.noise_low:.3f}–{result.noise_high:.3f}); the interval above is "
+        f"{100 * result.noise_floor:.1f} % wider at both ends for it."
     )
     change = _format.state_change(result.state_before, result.state_after)
     text = f"**{_escaped(result.sentence)}**\n\n{_escaped(where)}\n\n"
-    text += _table(["", "kernel", "engine", "tokens/s:", "step µs:", "GB/s:", "% read:"], arms)
+    text += _table(["", "kernel", "engine", "device tok/s:", "step µs:", "GB/s:", "% read:"], arms)
     gate_heads = ["gate", "kernel", "against", "positions:", "error:", "KL:", "top-1:", "right"]
     text += f"\n{_table(gate_heads, gates)}"
     if change:

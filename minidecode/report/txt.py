@@ -113,9 +113,9 @@ def _headline(report: LayerReport) -> str:
 
 def _step_lines(report: LayerReport) -> list[str]:
     lines = [
-        f"step {number(report.step_us)} µs, {_format.tokens_per_s(report.step_us):,.1f} tokens/s, "
-        f"{speed(report.gb_s, report.read_bw_gb_s)} GB/s, {share(report.pct_read_bw)} % of the "
-        "read ceiling"
+        f"step {number(report.step_us)} µs, {_format.tokens_per_s(report.step_us):,.1f} device "
+        f"tok/s, {speed(report.gb_s, report.read_bw_gb_s)} GB/s, {share(report.pct_read_bw)} % of "
+        "the read ceiling"
     ]
     if report.vs and report.vs_step_us:
         ratio = report.vs_step_us / report.step_us
@@ -236,7 +236,7 @@ def runs(results: Sequence[Run], *, plain: bool = False, width: int = WIDTH) -> 
 
 def ab(result: ABResult, *, plain: bool = False, width: int = WIDTH) -> str:
     """Both arms, the gate before and after, the noise floor, and the verdict last."""
-    arms = _table([("", "left"), ("kernel", "left"), "tokens/s", "step µs", "GB/s", "% read"])
+    arms = _table([("", "left"), ("kernel", "left"), "device tok/s", "step µs", "GB/s", "% read"])
     steps = numbers([result.a.step_us, result.b.step_us])
     for letter, arm, step in zip("AB", (result.a, result.b), steps, strict=True):
         arms.add_row(
@@ -259,7 +259,8 @@ def ab(result: ABResult, *, plain: bool = False, width: int = WIDTH) -> str:
     ]
     noise = (
         f"A against itself: ratio {result.noise_ratio:.3f} (95 % interval "
-        f"{result.noise_low:.3f}–{result.noise_high:.3f})"
+        f"{result.noise_low:.3f}–{result.noise_high:.3f}); the interval below is "
+        f"{100 * result.noise_floor:.1f} % wider at both ends for it"
     )
     if result.drift_pct is not None:
         noise += f"; drift over the run {result.drift_pct:+.1f} %"
