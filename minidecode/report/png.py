@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from minidecode.errors import MinidecodeError, MissingError
-from minidecode.records import GemvReport, GemvRow, LayerReport
+from minidecode.records import GemvReport, GemvRow, LayerReport, is_above
 from minidecode.report import _format
 from minidecode.report._palette import NEUTRAL, kind_colours
 
@@ -48,11 +48,19 @@ def layers(report: LayerReport) -> bytes:
     """Time by kind of op beside the least its bytes allow, and a roofline of every op."""
     figure = _figure(11, 0.32 * len(report.by_kind) + 3.4)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    figure.suptitle(
+    notes = [
         f"{report.model} · {_format.with_engine(report)} · {report.depth} tokens in the cache · "
-        f"{report.environment.hardware}\nstep {_format.number(report.step_us)} µs, "
-        f"{_format.tokens_per_s(report.step_us):,.0f} tokens/s, "
+        f"{report.environment.hardware}",
+        f"step {_format.number(report.step_us)} µs, "
+        f"{_format.tokens_per_s(report.step_us):,.0f} device tokens/s, "
         f"{_format.share(report.pct_read_bw)} % of the read ceiling",
+    ]
+    if report.vs and report.vs_step_us:
+        notes[1] += f"; {report.vs}, the hatched bars: step {_format.number(report.vs_step_us)} µs"
+    if is_above(report.pct_read_bw):
+        notes.append(f"{_format.ABOVE} {_format.ABOVE_LAYERS}")
+    figure.suptitle(
+        "\n".join(notes),
         x=0.01,
         ha="left",
         fontsize=11,
@@ -66,12 +74,17 @@ def layers(report: LayerReport) -> bytes:
 
 def _time_by_kind(axes: Any, report: LayerReport, colours: dict[str, str]) -> None:
     totals = report.by_kind
-    axes.barh(
-        range(len(totals)),
-        [total.us for total in totals],
-        color=[colours[total.name] for total in totals],
-        height=0.62,
-    )
+    others = [total.vs_us or 0.0 for total in totals]
+    compared = report.vs is not None
+    height = 0.36 if compared else 0.62
+    shift = 0.2 if compared else 0.0
+    colour = [colours[total.name] for total in totals]
+    axes.barh([i - shift for i in range(len(totals))], [t.us for t in totals], height, color=colour)
+    if compared:
+        places = [i + shift for i in range(len(totals))]
+        axes.barh(
+            places, others, height, color="white", edgecolor=colour, hatch="////", linewidth=0
+        )
     axes.set_yticks(range(len(totals)), [f"{total.name}  ×{total.ops}" for total in totals])
     axes.invert_yaxis()
     bounds = [0.0] * len(totals)
@@ -82,9 +95,10 @@ def _time_by_kind(axes: Any, report: LayerReport, colours: dict[str, str]) -> No
     else:
         axes.set_xlabel("µs in one step")
     for i, total in enumerate(totals):
+        delta = f" ({_format.number(total.delta_us, signed=True)})" if compared else ""
         axes.annotate(
-            f"{_format.number(total.us)}",
-            (max(total.us, bounds[i]), i),
+            f"{_format.number(total.us)}{delta}",
+            (max(total.us, bounds[i], others[i]), i),
             xytext=(5, 0),
             textcoords="offset points",
             va="center",

@@ -63,6 +63,8 @@ def layers(report: LayerReport) -> str:
             "engine": report.engine,
             "depth": report.depth,
             "step_us": report.step_us,
+            "vs": report.vs,
+            "vs_step_us": report.vs_step_us,
             "unexplained_us": report.unexplained_us,
             "recorded_step_us": report.recorded_step_us,
             "read_bw_gb_s": report.read_bw_gb_s,
