@@ -9,7 +9,7 @@ directory of Hugging Face's the same ones, of a synthetic model random ones of t
 - transformers-static: generate(cache_implementation="static"), whose forward is compiled
 - compile: a plain torch step over minidecode's own weights, compiled as gpt-fast does it: with
   coordinate descent tuning, and with CUDA graphs unless torch logs that it made none
-- a llama-bench that was run on this machine: its `-o json` or `-o jsonl`, text tests only
+- a llama-bench that was run on this machine: its `-o json` or `-o jsonl`, text tests (tg) only
 
 Rates are wall clock over the tokens after the first, compilation excluded. `step µs` of the others
 is wall clock as well, since they cannot be told apart from their host code.
@@ -18,6 +18,7 @@ is wall clock as well, since they cannot be told apart from their host code.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import json
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from minidecode import cli
 from minidecode.cli import measure, options
 from minidecode.cli.progress import Progress
 from minidecode.errors import MinidecodeError, UsageError
@@ -64,11 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", choices=FORMATS, default="md", help="default md")
     options.add_quiet(parser)
     args = parser.parse_args(arguments)
-    try:
-        return run(args)
-    except MinidecodeError as error:
-        print(f"peers.py: {error}", file=sys.stderr)
-        return error.exit_code
+    return cli.guarded("peers.py", lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,8 +116,6 @@ def _measure(
     results, failed = [ours], {}
     for name in names:
         progress(None, f"measuring {name}")
-        if decoder.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(decoder.device)
         try:
             samples = PEERS[name](decoder, args.model, args.n, args.depth, args.repeats)
         except Exception as error:  # one library's trouble is no reason to lose the others' times
@@ -138,7 +134,10 @@ def _measure(
             step_us=stats.median([ns / 1e3 / args.n for ns in samples]),
             bytes_per_token=ours.bytes_per_token,
         )
-        results.append(result)
+        # These are minidecode's, and what it holds is in the peak of the others.
+        results.append(
+            dataclasses.replace(result, peak_memory_bytes=None, load_s=None, build_s=None)
+        )
     return results, failed
 
 
@@ -385,7 +384,7 @@ def read_llama_bench(path: Path) -> list[Run]:
         )
         runs = []
         for row in rows:
-            if row["n_gen"] == 0:
+            if row["n_gen"] == 0 or row["n_prompt"] > 0:
                 continue
             environment = Environment(
                 minidecode=__version__,

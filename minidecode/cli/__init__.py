@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from minidecode import __version__
@@ -62,10 +62,19 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    asked = sys.argv[1:] if arguments is None else arguments
+
+    def run() -> int:
+        args = _parser(asked).parse_args(asked)
+        return int(args.run(args))
+
+    return guarded("minidecode", run)
+
+
+def guarded(program: str, run: Callable[[], int]) -> int:
+    """What `run` returns; whatever goes wrong in it is one line on stderr and an exit code."""
     try:
-        args = _parser(arguments).parse_args(arguments)
-        code: int = args.run(args)
+        code = run()
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -76,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("MINIDECODE_DEBUG") == "1":
             traceback.print_exc()
-        print(f"minidecode: {_message(error)}", file=sys.stderr)
+        print(f"{program}: {_message(error)}", file=sys.stderr)
         return error.exit_code if isinstance(error, MinidecodeError) else 1
     return code
 
