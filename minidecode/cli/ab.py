@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         options.check_kernel(spec)
     if args.rounds < MIN_PAIRS:
         raise UsageError(f"--rounds {args.rounds}: an interval takes at least {MIN_PAIRS}")
-    measure.check_output("--json", args.json)
+    measure.check_outputs({"--json": args.json})
 
     from minidecode.bench import ab
     from minidecode.loading import resolve_device
@@ -95,10 +95,10 @@ def run(args: argparse.Namespace) -> int:
             environment=environment,
             progress=progress,
         )
-    if args.json is not None:
-        measure.write(args.json, writer("json", "ab")(result))
     if args.json != "-":
         print(writer("txt", "ab")(result, plain=measure.plain()), end="")
+    if args.json is not None:
+        measure.write({("--json", args.json): writer("json", "ab")(result)})
     allowed = args.fail_if_slower
     if allowed is not None and 100.0 * (1.0 - result.ratio_high) > allowed and result.slower_pct:
         raise SlowerError(f"{result.sentence}: more than {allowed:g} % slower")

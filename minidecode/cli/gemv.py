@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     dtypes = DTYPES[args.dtype]
     gemvs = _named(args.kernel, dtypes)
-    measure.check_output("--png", args.png)
+    measure.check_outputs({"the table": "-", "--png": args.png})
     if args.png is not None and importlib.util.find_spec("matplotlib") is None:
         raise MissingError('a picture needs matplotlib: pip install "minidecode[plot]"')
     shapes = args.shapes or [(n, n) for n in args.n or SIZES]
@@ -80,12 +80,12 @@ def run(args: argparse.Namespace) -> int:
         )
     if report.read_bw_gb_s is None:
         print("minidecode: no read ceiling: it cannot be measured here, see env", file=sys.stderr)
-    if args.png is not None:
-        measure.write(args.png, writer("png", "gemv")(report))
     chosen = args.output or ("txt" if sys.stdout.isatty() else "md")
     written = writer(chosen, "gemv")
     text = written(report, plain=measure.plain()) if chosen == "txt" else written(report)
-    measure.write("-", text)
+    print(text, end="")
+    if args.png is not None:
+        measure.write({("--png", args.png): writer("png", "gemv")(report)})
     return 0
 
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,25 +94,69 @@ def count(text: str) -> int:
     return found[0]
 
 
-def check_output(flag: str, target: str | None) -> None:
-    """UsageError for a file that cannot be made, which should not wait for the measurement."""
-    if target is None or target == "-":
-        return
-    path = Path(target).expanduser()
-    if path.is_dir() or not path.absolute().parent.is_dir():
+def check_outputs(targets: Mapping[str, str | None]) -> None:
+    """UsageError for files that cannot be written, which should not wait for the measurement.
+
+    `targets` are file names by flag; "-" is stdout, which only one of them can be.
+    """
+    taken: dict[str, str] = {}
+    for flag, target in targets.items():
+        if target is None:
+            continue
+        path = target if target == "-" else os.path.realpath(Path(target).expanduser())
+        if path in taken:
+            raise UsageError(f"{taken[path]} and {flag} cannot both be {target}")
+        taken[path] = flag
+        if target != "-":
+            _check_writable(flag, target, Path(path))
+
+
+def _check_writable(flag: str, target: str, path: Path) -> None:
+    if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"{flag} {target}: no such folder, or a folder itself")
+    new = not path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"{flag} {target}: {error.strerror}") from error
 
 
-def write(target: str, content: str | bytes) -> None:
-    """To a file, or to stdout for "-"."""
-    data = content.encode("utf-8") if isinstance(content, str) else content
-    if target != "-":
-        Path(target).expanduser().write_bytes(data)
-    elif isinstance(content, str):
-        print(content, end="")
-    else:
+def write(contents: Mapping[tuple[str, str], str | bytes]) -> None:
+    """Write each content to the file of its (flag, file name), or to stdout for "-".
+
+    A file is replaced once all of it is written. Raises MinidecodeError for what could not be
+    written, after the rest.
+    """
+    failed = []
+    for (flag, target), content in contents.items():
+        try:
+            _write(target, content.encode("utf-8") if isinstance(content, str) else content)
+        except OSError as error:
+            failed.append(f"{flag} {target}: {error.strerror}")
+    if failed:
+        raise MinidecodeError("; ".join(failed))
+
+
+def _write(target: str, data: bytes) -> None:
+    if target == "-":
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
+        return
+    path = Path(os.path.realpath(Path(target).expanduser()))
+    if path.exists() and not path.is_file():  # a pipe or a device
+        path.write_bytes(data)
+        return
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        fresh.write_bytes(data)
+        if path.exists():
+            shutil.copymode(path, fresh)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def plain() -> bool:

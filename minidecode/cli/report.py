@@ -43,11 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.only is not None and args.vs is None:
         raise UsageError("--only says what --vs swaps: it needs --vs")
     targets = {name: getattr(args, name) for name in FILES if getattr(args, name) is not None}
-    for name, target in targets.items():
-        measure.check_output(f"--{name}", target)
-    to_stdout = [name for name, target in targets.items() if target == "-"]
-    if len(to_stdout) > 1:
-        raise UsageError(f"--{to_stdout[0]} and --{to_stdout[1]} cannot both be stdout")
+    measure.check_outputs({f"--{name}": target for name, target in targets.items()})
     if "png" in targets and importlib.util.find_spec("matplotlib") is None:
         raise MissingError('a picture needs matplotlib: pip install "minidecode[plot]"')
 
@@ -80,11 +76,11 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
         gate.check(arms, "after")
-    for name, target in targets.items():
-        measure.write(target, writer(name, "layers")(result))
-    if not to_stdout:
+    if "-" not in targets.values():
         table = writer("txt", "layers")(result, layers=args.layers, plain=measure.plain())
         print(table, end="")
+    files = {(f"--{name}", target): name for name, target in targets.items()}
+    measure.write({file: writer(name, "layers")(result) for file, name in files.items()})
     return 0
 
 
