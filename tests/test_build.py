@@ -297,6 +297,27 @@ def test_arch_list_is_honoured(
     text: str, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", text)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert build.architectures() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ("90a",)),
+        ("native", ("90a",)),
+        ("8.0+PTX", ("80+PTX", "90a")),
+        ("8.6;9.0a+PTX", ("86", "90a+PTX")),
+        ("9.0", ("90",)),
+    ],
+)
+def test_the_gpu_at_hand_always_gets_its_own_code(
+    text: str, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", text)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert build.architectures() == expected
 
 

@@ -50,6 +50,14 @@ constexpr Rule kRules[] = {
     rule<Tile<256, 4, 1, 0>>(1, INT_MAX),      // few and long rows
 };
 
+Launch tile_for(int n, int k) {
+  const bool bulk_copies = minidecode::has_pdl();
+  for (const Rule& one : kRules) {
+    if (n >= one.least_n && k <= one.most_k && (bulk_copies || !one.staged)) return one.launch;
+  }
+  return nullptr;  // not reached: the last rule holds
+}
+
 // Where 16-byte loads would be misaligned: a warp a row, in pieces of two elements or one.
 constexpr int kThreads = 256;
 constexpr int kRows = kThreads / kWarp;
@@ -87,14 +95,6 @@ cudaError_t run_pieces(half* y, const half* w, const half* x, int n, int k, cuda
   return minidecode::launch(gemv_pieces<Piece>, shape, minidecode::Pdl::kOff, stream, y,
                             reinterpret_cast<const Piece*>(w), reinterpret_cast<const Piece*>(x), n,
                             k / kElements);
-}
-
-Launch tile_for(int n, int k) {
-  const bool bulk_copies = minidecode::has_pdl(gemv_pieces<half>);
-  for (const Rule& one : kRules) {
-    if (n >= one.least_n && k <= one.most_k && (bulk_copies || !one.staged)) return one.launch;
-  }
-  return nullptr;  // not reached: the last rule holds
 }
 
 }  // namespace

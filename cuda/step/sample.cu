@@ -222,7 +222,7 @@ MINIDECODE_EXPORT cudaError_t minidecode_sample(const minidecode::Sample* args,
   using namespace minidecode;
   constexpr int kStatic = 4 * 1024;  // more than the kernel has of its own
   LaunchShape shape;
-  shape.cluster = args->vocab > kThreads && has_pdl(sample) ? kPortableCluster : 1;
+  shape.cluster = args->vocab > kThreads && has_pdl() ? kPortableCluster : 1;
   const int part = (args->vocab + shape.cluster - 1) / shape.cluster;
   const int bytes = part * static_cast<int>(sizeof(Candidate));
   const bool kept = bytes <= block_shared_limit() - kStatic;

@@ -385,29 +385,36 @@ def ninja_dir() -> str | None:
 
 
 def architectures() -> tuple[str, ...]:
-    """What to compile for: TORCH_CUDA_ARCH_LIST if set, else the visible GPUs and nothing more."""
-    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
-    if listed and listed.lower() != "native":
-        return parse_arch_list(listed)
+    """What to compile for: TORCH_CUDA_ARCH_LIST if set, and the visible GPUs in any case.
+
+    A GPU could run the PTX of an older target, but without what that lacks (bulk copies, clusters),
+    while what launches a kernel goes by the GPU.
+    """
     import torch
 
+    text = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
+    listed = parse_arch_list(text) if text and text.lower() != "native" else ()
     if not torch.cuda.is_available():
+        if listed:
+            return listed
         raise MissingError(
             "no CUDA GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES, or set"
             " TORCH_CUDA_ARCH_LIST to compile for a GPU that is not here"
         )
     capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    return tuple(architecture(*capability) for capability in sorted(capabilities))
+    own = [architecture(*capability) for capability in sorted(capabilities)]
+    there = {_number(arch) for arch in listed}
+    return (*listed, *(arch for arch in own if _number(arch) not in there))
+
+
+def _number(arch: str) -> int:
+    """90 of "90a+PTX"."""
+    return int(re.sub(r"\D", "", arch))
 
 
 def architecture(major: int, minor: int) -> str:
     """(9, 0) -> "90a": Hopper's own instructions are only in the architecture-specific target."""
     return f"{major}{minor}a" if (major, minor) == (9, 0) else f"{major}{minor}"
-
-
-def is_sm90(arch: str) -> bool:
-    """Whether "86+PTX", "90a", … is sm_90 or later."""
-    return int(re.sub(r"\D", "", arch)) >= 90
 
 
 def parse_arch_list(text: str) -> tuple[str, ...]:

@@ -54,8 +54,8 @@ class Split:
 class Device:
     """What the rules need to know of a GPU.
 
-    sms: multiprocessors. sm90: whether kernels are compiled for sm_90 or later. shared_bytes: the
-    most shared memory of a block.
+    sms: multiprocessors. sm90: whether it is sm_90 or later. shared_bytes: the most shared memory
+    of a block.
     """
 
     sms: int

@@ -45,12 +45,11 @@ def choices(device: torch.device) -> Choices:
 
 
 def device_of(device: torch.device) -> Device:
-    """The GPU as the rules see it, with the kernels that TORCH_CUDA_ARCH_LIST gives it."""
+    """The GPU as the rules see it."""
     properties = torch.cuda.get_device_properties(device)
-    sm90 = properties.major >= 9 and any(map(build.is_sm90, build.architectures()))
     # A kilobyte of each block's is the system's.
     shared = properties.shared_memory_per_multiprocessor - 1024
-    return Device(properties.multi_processor_count, sm90, shared)
+    return Device(properties.multi_processor_count, properties.major >= 9, shared)
 
 
 def cache_file(device: torch.device) -> Path:

@@ -168,13 +168,6 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute
   return cudaSuccess;
 }
 
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
-  const auto& s = host().settings;
-  *attributes = {};
-  attributes->ptxVersion = attributes->binaryVersion = 10 * s.major + s.minor;
-  return cudaSuccess;
-}
-
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   check_stream(stream, "cudaMemsetAsync");
   memset(to, value, bytes);

@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kResident) fused_linear(const 
 
 template <Epilogue E, bool NORM, typename T>
 cudaError_t launch_fused_linear(const FusedLinear& a, cudaStream_t stream) {
-  if (T::kStaged > 0 && !has_pdl(fused_linear<E, NORM, T>)) return cudaErrorNotSupported;
+  if (T::kStaged > 0 && !has_pdl()) return cudaErrorNotSupported;
   LaunchShape shape;
   shape.grid = dim3((a.n + T::kAll - 1) / T::kAll);
   shape.block = dim3(T::kThreads);

@@ -54,21 +54,13 @@ struct LaunchShape {
   int cluster = 1;       // blocks of a cluster along y, up to kPortableCluster
 };
 
-// A failed call leaves its status behind for the next one to find; `status` is all that is
-// reported.
-inline cudaError_t cleared(cudaError_t status) {
-  if (status != cudaSuccess) cudaGetLastError();
-  return status;
-}
-
-// Whether the code that this GPU gets of `kernel` has PDL, bulk copies and clusters: not what the
-// GPU could do, since a newer one runs PTX of an older target as it was compiled.
-template <typename... Params>
-bool has_pdl(void (*kernel)(Params...)) {
-  cudaFuncAttributes attributes = {};
-  const void* function = reinterpret_cast<const void*>(kernel);
-  return cleared(cudaFuncGetAttributes(&attributes, function)) == cudaSuccess &&
-         attributes.ptxVersion >= 90;
+// PDL and clusters need sm_90; asked once per call, a cached attribute in the driver (well under 1
+// us).
+inline bool has_pdl() {
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major >= 9;
 }
 
 // Bytes of shared memory that a block may have on the current GPU.
@@ -78,6 +70,13 @@ inline int block_shared_limit() {
     cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   }
   return bytes;
+}
+
+// A failed call leaves its status behind for the next one to find; `status` is all that is
+// reported.
+inline cudaError_t cleared(cudaError_t status) {
+  if (status != cudaSuccess) cudaGetLastError();
+  return status;
 }
 
 // Enqueues `kernel` and returns the launch status; never synchronises.
@@ -98,7 +97,7 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, Pdl pdl,
   config.stream = stream;
   cudaLaunchAttribute attributes[2];
   int count = 0;
-  if (pdl == Pdl::kOn && has_pdl(kernel)) {
+  if (pdl == Pdl::kOn && has_pdl()) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count].val.programmaticStreamSerializationAllowed = 1;
     ++count;

@@ -1,5 +1,4 @@
-// Loads for data that is read once (weights, old KV entries), and what packed halves need:
-// products, conversions.
+// Loads for data that is read once (weights, old KV entries) and conversions of packed halves.
 #pragma once
 
 #include <cuda_fp16.h>
