@@ -360,6 +360,19 @@ def test_a_slow_kernel_in_one_place_is_found_with_the_right_ratio(
     assert expected**2 < result.ratio < expected**0.4
 
 
+@pytest.mark.usefixtures("example_dir")
+def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    result = result_of(
+        capsys, "torch", RIGHT, "--only", "down_proj", "--rounds", "12", "-n", "1", "-d", "16"
+    )
+    assert result.model == "example"
+    assert [gate.passed for gate in result.gates] == [True] * len(result.gates)
+    assert {gate.positions for gate in result.gates} == {64}
+    assert result.ratio_low <= result.ratio <= result.ratio_high
+    assert len(result.a.samples_us) == len(result.b.samples_us) == 12
+    assert result.a.bytes_per_token > 269_000_000
+
+
 # --- usage ----------------------------------------------------------------------------------------
 
 

@@ -459,6 +459,16 @@ def test_what_does_not_fit_in_memory_is_told(
     assert large["reason"] == "too little memory for 96x96 fp16"
 
 
+@pytest.mark.usefixtures("example_dir")
+def test_the_example_s_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "-m", "example", "--kernel", "torch", "-o", "json")
+    assert code == 0
+    rows = json.loads(out)["rows"]
+    shapes = {(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)}
+    assert {(row["n"], row["k"]) for row in rows} == shapes
+    assert all(row["median_us"] > 0 for row in rows)
+
+
 def test_a_shape_that_no_memory_holds_leaves_the_others_their_rows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 import minidecode
-from minidecode import cli
+from minidecode import cli, example
 from minidecode.bench import layers, throughput
 from minidecode.bench.layers import Activity, OpTimes, StepTimes
+from minidecode.cli import measure
 from minidecode.decode import STEPS_PER_GRAPH
 from minidecode.errors import MinidecodeError
 from minidecode.plan import kernel_set
@@ -413,6 +414,66 @@ def test_files_of_every_format_in_one_run(
     assert json.loads((tmp_path / "r.json").read_text())["schema_version"] == 1
 
 
+@pytest.mark.usefixtures("example_dir")
+def test_the_example(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    names = ("html", "json", "csv", "md", "png", "trace")
+    flags = [word for name in names for word in (f"--{name}", str(tmp_path / f"r.{name}"))]
+    assert cli.main(["report", "-d", "16", "--vs", f"{HOSTILE}:right", "--layers", *flags]) == 0
+    out = capsys.readouterr().out
+    found = LayerReport.from_dict(json.loads((tmp_path / "r.json").read_text()))
+    decoder = minidecode.load(example.ensure())
+    decoder.prepare(64)
+    ops = [op.name for op in decoder.runner().plan(16).ops]
+    assert len(ops) > 150
+    assert [row.name for row in found.rows] == ops
+    assert found.sum_us + found.unexplained_us == pytest.approx(found.step_us)
+    assert sum(total.us for total in found.by_kind) == pytest.approx(found.sum_us)
+    assert found.vs_step_us is not None
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "r.csv").read_text())))
+    assert [row["name"] for row in rows] == ops
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    table = (tmp_path / "r.md").read_text(encoding="utf-8")
+    assert all(name in page and name in table for name in ops)
+    assert out.count("mlp.down") == 30
+    events = json.loads((tmp_path / "r.trace").read_text())
+    assert events["otherData"]["vs_step_us"] == found.vs_step_us
+    assert {event["name"] for event in events["traceEvents"]} >= set(ops)
+
+
+def test_a_file_that_cannot_be_written_loses_nothing_else(
+    capsys: pytest.CaptureFixture[str], tiny_model: str, tmp_path: Path
+) -> None:
+    kept = tmp_path / "r.csv"
+    arguments = ["report", "-m", tiny_model, "--html", "/dev/full", "--csv", str(kept)]
+    assert cli.main(arguments) == 1
+    captured = capsys.readouterr()
+    assert "unexplained" in captured.out
+    assert captured.err == "minidecode: --html /dev/full: No space left on device\n"
+    assert kept.read_text().startswith("name,kind,layer")
+
+
+def test_a_file_is_replaced_once_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, link = tmp_path / "r.json", tmp_path / "link.json"
+    file.write_text("old")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    measure.write({("--json", str(link)): "new"})
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("new", 0o640)
+    assert link.is_symlink()
+
+    def fail(path: Path, data: bytes) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(MinidecodeError, match=r"--json .*r\.json: No space left on device"):
+        measure.write({("--json", str(file)): "newer"})
+    assert file.read_text() == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "r.json"]
+
+
 def test_stdout_has_one_document(
     capsysbinary: pytest.CaptureFixture[bytes], tiny_model: str, tmp_path: Path
 ) -> None:
@@ -433,6 +494,8 @@ def test_stdout_has_one_document(
         (["--vs", "torch", "--only", "nothing"], 2, "nothing"),
         (["--html", "/no/such/folder/r.html"], 2, "--html"),
         (["--json", "."], 2, "--json"),
+        (["--json", "/proc/x.json"], 2, "--json /proc/x.json"),
+        (["--json", "/tmp/r", "--html", "/tmp/../tmp/r"], 2, "--html and --json cannot both be"),
         (["-d", "5000"], 1, "context limit of 256"),
         (["--kernel", f"{HOSTILE}:zeros"], 3, "zeros is wrong"),
         (["--vs", f"{HOSTILE}:nan", "--only", "down"], 3, "nan is wrong"),

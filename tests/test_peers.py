@@ -109,6 +109,8 @@ def test_transformers_beside_minidecode_and_llama_bench(
     ours, theirs, other = runs
     assert len(theirs.samples_ns) == 2
     assert theirs.bytes_per_token == ours.bytes_per_token
+    assert ours.load_s is not None
+    assert (theirs.load_s, theirs.build_s, theirs.peak_memory_bytes) == (None, None, None)
     assert theirs.avg_ts > 0
     assert (other.avg_ts, other.environment.gpu) == (776.0, "NVIDIA H200")
     assert other.model == "llama-3.2-1b-f16.gguf"
@@ -135,7 +137,8 @@ def test_a_peer_that_fails_leaves_the_others_their_lines(
 @pytest.mark.parametrize("lines", [False, True])
 def test_llama_bench_writes_a_list_or_lines(peers: Any, tmp_path: Path, lines: bool) -> None:
     file = tmp_path / "bench"
-    rows = [PROMPT, ROW, ROW]
+    both = {**ROW, "n_prompt": 512}  # llama-bench -pg 512,128
+    rows = [PROMPT, ROW, both, ROW]
     file.write_text("\n".join(map(json.dumps, rows)) if lines else json.dumps(rows))
     found = peers.read_llama_bench(file)
     assert len(found) == 2

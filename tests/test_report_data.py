@@ -100,6 +100,8 @@ def test_trace_events_are_complete_and_named() -> None:
     named = {event["tid"] for event in rest if event["name"] == "thread_name"}
     assert named == {event["tid"] for event in complete}
     assert document["otherData"]["environment"] == environment().to_dict()
+    other = stdlib_json.loads(trace.layers(layer_report(vs=True)))["otherData"]
+    assert (other["vs"], other["vs_step_us"]) == ("cublas", 905.0)
 
 
 def test_trace_shows_the_step_with_layers_around_their_ops() -> None:

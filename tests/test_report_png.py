@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import sys
+from typing import Any
 
 import pytest
 from report_samples import gemv_report, layer_report
@@ -30,6 +31,25 @@ def test_layers_draw_every_kind_and_the_ceiling() -> None:
     for colour in ("#4477aa", "#ee6677", "#66ccee", "#228833", "#ccbb44", "#aa3377"):
         assert tuple(bytes.fromhex(colour[1:])) in seen
     assert png.layers(layer_report(read_bw_gb_s=None)).startswith(b"\x89PNG")
+
+
+def test_layers_draw_the_other_kernel_beside() -> None:
+    compared = png.layers(layer_report(vs=True))
+    with image.open(io.BytesIO(compared)) as picture:
+        left = picture.convert("RGB").crop((0, 0, picture.width // 2, picture.height))
+    with image.open(io.BytesIO(png.layers(layer_report()))) as picture:
+        alone = picture.convert("RGB").crop((0, 0, picture.width // 2, picture.height))
+    down = tuple(bytes.fromhex("ccbb44"))
+
+    def runs(picture: Any) -> int:
+        """How often the colour begins or ends on the way across: hatching does again and again."""
+        return sum(
+            picture.getpixel((x, y)) == down != picture.getpixel((x - 1, y))
+            for x in range(1, picture.width)
+            for y in range(picture.height)
+        )
+
+    assert runs(left) > 2 * runs(alone) > 0
 
 
 def test_gemv_draws_square_sizes_and_other_shapes() -> None:
