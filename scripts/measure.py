@@ -132,9 +132,10 @@ def aa(_: str) -> Iterator[Kept]:
 
 
 def peers(_: str) -> Iterator[Kept]:
-    """transformers and a compiled torch step."""
-    command = [sys.executable, "scripts/peers.py", "-m", MEDIUM, "-o", "md"]
-    yield f"peers-{short(MEDIUM)}.md", command
+    """transformers and a compiled torch step, one a run: they compile for minutes."""
+    for peer in ("transformers", "transformers-static", "compile"):
+        asked = ["-m", MEDIUM, "--peers", peer, "-o", "json"]
+        yield f"peers-{short(MEDIUM)}-{peer}.json", [sys.executable, "scripts/peers.py", *asked]
 
 
 def ncu(_: str) -> Iterator[Kept]:

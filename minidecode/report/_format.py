@@ -19,9 +19,6 @@ NONE = "–"
 
 # What a share above 100 % gets instead of being shown without a word, and what it says.
 ABOVE = "*"
-ABOVE_LAYERS = (
-    "above 100 %: reading began while the op before still ran, or a cache served part of it"
-)
 ABOVE_RUNS = "above the measured read ceiling: a cache served part of it"
 ABOVE_GEMV = "above 100 %: faster than our pure read of the same bytes"
 CACHED = "cache"
@@ -73,13 +70,19 @@ def layer_notes(report: LayerReport, *, every_row: bool) -> list[str]:
     shares = [report.pct_read_bw, *(total.pct_read_bw for total in report.by_kind)]
     shares += [row.pct_read_bw for row in report.rows] if every_row else []
     if any(is_above(pct) for pct in shares):
-        notes.append(f"{ABOVE} {ABOVE_LAYERS}")
+        notes.append(above_layers(report))
     if report.unexplained_pct <= -0.5 and report.recorded_step_us is not None:
         recorded = number(report.recorded_step_us)
         notes.append(
             f"unexplained is below zero: with every op recorded the step took {recorded} µs"
         )
     return notes
+
+
+def above_layers(report: LayerReport) -> str:
+    """What a share of more than 100 % can come from; only a GPU's ops overlap."""
+    early = "reading began while the op before still ran, or " if report.environment.gpu else ""
+    return f"{ABOVE} above 100 %: {early}a cache served part of it"
 
 
 def run_notes(runs: Iterable[Run | Arm]) -> list[str]:

@@ -58,7 +58,7 @@ def layers(report: LayerReport) -> bytes:
     if report.vs and report.vs_step_us:
         notes[1] += f"; {report.vs}, the hatched bars: step {_format.number(report.vs_step_us)} µs"
     if is_above(report.pct_read_bw):
-        notes.append(f"{_format.ABOVE} {_format.ABOVE_LAYERS}")
+        notes.append(_format.above_layers(report))
     figure.suptitle(
         "\n".join(notes),
         x=0.01,
