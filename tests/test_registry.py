@@ -194,6 +194,43 @@ def test_helpers_of_one_name_are_two_modules(tmp_path: Path) -> None:
         assert y.tolist() == [value] * 5
 
 
+def test_each_kernel_finds_its_own_helpers_while_it_runs(tmp_path: Path) -> None:
+    """Imports inside the function, of a module that is there already and of a new one inside it."""
+    for name, value in (("one", 1), ("two", 2)):
+        (tmp_path / name / "hp").mkdir(parents=True)
+        (tmp_path / name / "hp" / "__init__.py").write_text(f"VALUE = {value}\n")
+        (tmp_path / name / "hp" / "core.py").write_text(f"VALUE = {10 * value}\n")
+        (tmp_path / name / "k.py").write_text(
+            "import hp\ndef f(y, w, x):\n"
+            "    from hp import VALUE as a\n    from hp.core import VALUE as b\n"
+            "    y.fill_(a + b)\n"
+        )
+    y, w, x = operands()
+    one, two = (
+        registry.resolve(f"{tmp_path / n / 'k.py'}:f").bind(y, w, x) for n in ("one", "two")
+    )
+    for call, value in ((one, 11.0), (two, 22.0), (one, 11.0), (two, 22.0)):
+        call()
+        assert y.tolist() == [value] * 5
+
+
+def test_a_file_that_failed_is_run_again(tmp_path: Path) -> None:
+    (tmp_path / "helper_of_f.py").write_text("VALUE = 1\n")
+    file = tmp_path / "k.py"
+    file.write_text("import helper_of_f\ndef f(y, w, x): ...\nraise ValueError\n")
+    for _ in range(2):
+        with pytest.raises(MinidecodeError, match=r"k\.py:3: ValueError"):
+            registry.resolve(f"{file}:f").prepare()
+        assert "helper_of_f" not in sys.modules
+
+
+def test_a_user_s_annotations_are_as_they_wrote_them(tmp_path: Path) -> None:
+    (tmp_path / "k.py").write_text("def f(y: int, w, x): y.fill_(f.__annotations__['y'](2))\n")
+    y, w, x = operands()
+    registry.resolve(f"{tmp_path / 'k.py'}:f").bind(y, w, x)()
+    assert y.tolist() == [2.0] * 5
+
+
 def test_a_kernel_beside_the_package_leaves_it_loaded(tmp_path: Path) -> None:
     """Its folder holds modules that are not its own."""
     code = (
@@ -235,6 +272,8 @@ def test_a_python_file_that_exits_is_an_error(tmp_path: Path) -> None:
         "if True:\n    def f(y, w, x): y.fill_(2)\n",
         "from inner import f\n",
         "import inner as other\nf, g = other.f, 1\n",
+        "from inner import *\n",
+        "match 1:\n    case 1:\n        def f(y, w, x): y.fill_(2)\n",
         "class K:\n    def __call__(self, y, w, x): y.fill_(2)\nf: K = K()\n",
     ],
 )
@@ -248,7 +287,14 @@ def test_a_function_may_get_its_name_in_any_way(code: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "line",
-    ["DTYPES = ()", 'DTYPES = "fp16"', 'DTYPES = ("float16",)', 'DEVICES = "cpu"', "DEVICES = 3"],
+    [
+        "DTYPES = ()",
+        'DTYPES = (["fp16"],)',
+        'DTYPES = "fp16"',
+        'DTYPES = ("float16",)',
+        'DEVICES = "cpu"',
+        "DEVICES = 3",
+    ],
 )
 def test_a_constant_that_says_nothing_known_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "k.py").write_text(f"{line}\ndef f(y, w, x): ...\n")

@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import re
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,9 +196,12 @@ class Gemv:
         import torch
 
         index = w.device.index if w.device.type == "cuda" else None
+        path = None if self.builtin else self.origin
 
         def call() -> None:
             try:
+                if path is not None:
+                    _activate(path)
                 if index is None or torch.cuda.current_device() == index:
                     function(y, w, x)
                 else:
@@ -285,7 +289,7 @@ def cuda_gemv(name: str, path: Path, *, builtin: bool) -> Gemv:
 def _python_gemv(name: str, path: Path, function: str, *, builtin: bool) -> Gemv:
     tree = _parse(path)
     functions = _functions(tree)
-    if function not in functions and function not in _bound_names(tree.body):
+    if function not in functions and not {function, "*"} & _bound_names(tree.body):
         close = difflib.get_close_matches(function, functions, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise UsageError(
@@ -310,7 +314,8 @@ def _some_of(
 ) -> tuple[str, ...]:
     """The constant of a kernel file that is a tuple of known words; all of them by default."""
     value = constants.get(name, known)
-    if not isinstance(value, (tuple, list)) or not value or not set(value) <= set(known):
+    named = isinstance(value, (tuple, list)) and value and all(word in known for word in value)
+    if not named:
         raise UsageError(f"{path}: {name} is {value!r}, not a tuple of {', '.join(known)}")
     return tuple(value)
 
@@ -350,11 +355,11 @@ def _bound_names(body: Sequence[ast.stmt]) -> set[str]:
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
             found.update(n.id for n in stored if isinstance(n.ctx, ast.Store))
-        else:  # if, try, with, for: their statements, and those of their branches
-            for name in ("body", "orelse", "handlers", "finalbody"):
-                inner = getattr(node, name, [])
-                for part in inner if name == "handlers" else [inner]:
-                    found |= _bound_names(getattr(part, "body", part))
+        else:  # if, try, with, match, …: their statements, and those of their branches
+            for name in ("body", "orelse", "finalbody"):
+                found |= _bound_names(getattr(node, name, []))
+            for branch in (*getattr(node, "handlers", []), *getattr(node, "cases", [])):
+                found |= _bound_names(branch.body)
     return found
 
 
@@ -374,28 +379,57 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class _UserModule:
-    """A user's Python file that has run: the contents of the files, and the modules beside it."""
+    """A user's Python file that has run.
+
+    files: what it and the modules beside it that its import loaded held then. helpers: these
+    modules, and those that came later from inside them, by name.
+    """
 
     module: ModuleType
     files: Mapping[Path, bytes | None]
-    helpers: tuple[str, ...]
+    helpers: dict[str, ModuleType]
 
 
 _user_modules: dict[Path, _UserModule] = {}
+# The file whose helpers are in sys.modules: those of two files may have the same names.
+_active: Path | None = None
+
+
+def _activate(path: Path) -> None:
+    """Let imports find the modules beside `path` and none beside another user's file."""
+    global _active
+    if _active == path:
+        return
+    before, now = _user_modules.get(_active or path), _user_modules.get(path)
+    _active = path
+    if before is not None:
+        before.helpers.update(_taken_out(before.helpers))
+    if now is not None:
+        sys.modules.update(now.helpers)
+
+
+def _taken_out(helpers: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
+    """These modules and those inside them, which are in sys.modules no more."""
+    names = [name for name in helpers if name in sys.modules]
+    packages = tuple(f"{name}." for name, m in helpers.items() if hasattr(m, "__path__"))
+    if packages:  # or there is no need to look through thousands
+        names += [n for n in sys.modules if n.startswith(packages) and n not in helpers]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def _import_file(path: Path) -> ModuleType:
     """Runs a user's Python file as a module; again when it or a module beside it has changed.
 
-    The modules beside it are then imported anew: another kernel may have helpers of the same names.
+    The modules beside it that it imports at once are then imported anew.
     """
     held = _user_modules.get(path)
-    if held is not None and all(_content(file) == was for file, was in held.files.items()):
-        return held.module
-    for name in [name for other in _user_modules.values() for name in other.helpers]:
-        sys.modules.pop(name, None)
+    _activate(path)
+    if held is not None:
+        if all(_content(file) == was for file, was in held.files.items()):
+            return held.module
+        _taken_out(held.helpers)
     source = path.read_bytes()
     key = hashlib.sha256(str(path).encode() + b"\0" + source).hexdigest()[:16]
     module = ModuleType(f"minidecode_user_{path.stem}_{key}")
@@ -407,30 +441,42 @@ def _import_file(path: Path) -> ModuleType:
     # Compiled files are told apart by whole seconds and size alone: none are left for next time.
     written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        exec(compile(source, str(path), "exec"), module.__dict__)
+        exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
+        _taken_out(_helpers_since(before, path.parent))
         line = _line_in(path, error)
         raise MinidecodeError(f"{path}{line}: {type(error).__name__}: {error}") from error
     finally:
         sys.dont_write_bytecode = written
         with contextlib.suppress(ValueError):
             sys.path.remove(str(path.parent))
-    beside = {
-        name: Path(file)
-        for name in set(sys.modules) - before
-        if (file := getattr(sys.modules[name], "__file__", None)) is not None
-        and _is_helper(name, Path(file), path.parent)
-    }
-    files = {path: source, **{file: _content(file) for file in beside.values()}}
-    _user_modules[path] = _UserModule(module, files, tuple(beside))
+    helpers = _helpers_since(before, path.parent)
+    files: dict[Path, bytes | None] = {path: source}
+    files |= {file: _content(file) for m in helpers.values() if (file := _file_of(m)) is not None}
+    _user_modules[path] = _UserModule(module, files, helpers)
     return module
 
 
-def _is_helper(module: str, file: Path, folder: Path) -> bool:
+def _helpers_since(before: set[str], folder: Path) -> dict[str, ModuleType]:
+    new = {name: sys.modules[name] for name in set(sys.modules) - before}
+    return {name: module for name, module in new.items() if _is_helper(module, folder)}
+
+
+def _is_helper(module: ModuleType, folder: Path) -> bool:
     """Whether the module is a user's own in `folder` or below it, and no installed package."""
-    ours = module.partition(".")[0] == __name__.partition(".")[0]
-    return file.is_relative_to(folder) and "site-packages" not in file.parts and not ours
+    file = _file_of(module)
+    if file is None or not file.is_relative_to(folder):
+        return False
+    ours = module.__name__.partition(".")[0] == __name__.partition(".")[0]
+    library = file.is_relative_to(sysconfig.get_path("stdlib"))
+    installed = {"site-packages", "dist-packages"} & set(file.parts)
+    return not (ours or library or installed)
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file) if isinstance(file, str) else None
 
 
 def _content(file: Path) -> bytes | None:
