@@ -185,9 +185,14 @@ def test_includes_are_followed_as_a_compiler_does(tmp_path: Path) -> None:
         '#include <lib/a.cuh>\n  #  include "b.cuh"\n#include <cuda_fp16.h>\n#include "gone.h"\n'
         '// #include "not.cuh"\n/* x */ #include /* y */ "d.cuh"\n#define FILE "e.cuh"\n'
         "#include FILE\n#include \\\n<lib/f.cuh>\n"
+        "bool b = c == '\"' || s == \"/*\"; int n = 1'000'000;\n#include <lib//g.cuh>\n"
+        f'#define HELP "{300 * "x"}"\n#include "late.cuh"\n'
     )
     (here / "not.cuh").write_text("")
-    for header in (here / "d.cuh", here / "e.cuh", include / "lib" / "f.cuh"):
+    for header in (
+        *(here / "d.cuh", here / "e.cuh", here / "late.cuh"),
+        *(include / "lib" / "f.cuh", include / "lib" / "g.cuh"),
+    ):
         header.write_text("")
     (include / "lib" / "a.cuh").write_text('#include "c.cuh"\n#include "a.cuh"\n')
     (include / "lib" / "c.cuh").write_text("")
@@ -195,8 +200,8 @@ def test_includes_are_followed_as_a_compiler_does(tmp_path: Path) -> None:
     (include / "b.cuh").write_text("the one beside the file comes first")
     found = {p.relative_to(tmp_path) for p in build.included_files(here / "k.cu", [include])}
     assert {str(path) for path in found} == {
-        *("here/k.cu", "here/b.cuh", "here/d.cuh", "here/e.cuh"),
-        *("include/lib/a.cuh", "include/lib/c.cuh", "include/lib/f.cuh"),
+        *("here/k.cu", "here/b.cuh", "here/d.cuh", "here/e.cuh", "here/late.cuh"),
+        *("include/lib/a.cuh", "include/lib/c.cuh", "include/lib/f.cuh", "include/lib/g.cuh"),
     }
 
 
@@ -319,6 +324,17 @@ def test_the_gpu_at_hand_always_gets_its_own_code(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert build.architectures() == expected
+
+
+@needs_nvcc
+def test_a_gpu_that_the_compiler_does_not_know_runs_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0+PTX")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (19, 7))
+    assert build.architectures() == ("90+PTX",)
 
 
 @pytest.mark.parametrize("text", ["sm_90", "9", "Hoper"])

@@ -187,7 +187,12 @@ def build_seconds() -> float:
 
 # --- what a source consists of --------------------------------------------------------------------
 
-_COMMENT = re.compile(rb'("(?:[^"\\\n]|\\.)*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+# Comments; in the group what only looks like one: strings, characters, <a//b.cuh>.
+_COMMENT = re.compile(
+    rb"""("(?:[^"\\\n]|\\.)*"|(?<![0-9A-Fa-f])'(?:[^'\\\n]|\\.)+'"""
+    rb"""|^[ \t]*#[ \t]*include[ \t]*<[^>\n]+>)|//[^\n]*|/\*.*?\*/""",
+    re.DOTALL | re.MULTILINE,
+)
 # `#define FILE "file.cuh"` as well: `#include FILE` may follow.
 _INCLUDE = re.compile(
     rb'^[ \t]*#[ \t]*(?:include|define[ \t]+\w+)[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE
@@ -215,7 +220,7 @@ def included_files(source: Path, search: Sequence[Path] | None = None) -> list[P
             beside = (path.parent,) if quoted else ()
             for folder in (*beside, *folders):
                 candidate = folder / name
-                if candidate.is_file():
+                if os.path.isfile(candidate):  # False for a name that is none at all, too
                     waiting.append(_absolute(candidate))
                     break
     return list(found)
@@ -404,7 +409,21 @@ def architectures() -> tuple[str, ...]:
     capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     own = [architecture(*capability) for capability in sorted(capabilities)]
     there = {_number(arch) for arch in listed}
-    return (*listed, *(arch for arch in own if _number(arch) not in there))
+    return (*listed, *(a for a in own if _number(a) not in there and (not listed or _known(a))))
+
+
+def _known(arch: str) -> bool:
+    """Whether nvcc can compile for it: not so for a GPU newer than the toolkit."""
+    try:
+        nvcc = find_toolkit().nvcc
+    except MissingError:  # said where something is compiled
+        return True
+    return f"compute_{_number(arch)}" in _supported(nvcc)
+
+
+@functools.lru_cache(maxsize=8)
+def _supported(nvcc: Path) -> tuple[str, ...]:
+    return tuple(_output_of([str(nvcc), "--list-gpu-arch"]).split())
 
 
 def _number(arch: str) -> int:
