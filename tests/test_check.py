@@ -174,6 +174,21 @@ def test_rows_whose_ones_fp16_could_not_add_up(tmp_path: Path) -> None:
     assert report.passed, report.summary()
 
 
+def test_what_there_is_no_memory_for_is_neither_right_nor_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gemv = registry.gemvs()["torch"]
+    monkeypatch.setattr("minidecode.kernels.check.free_memory", lambda _: 50_000)
+    shapes = [(64, 32), (400, 400)]
+    report = check(gemv, "cpu", dtypes=["fp16"], shapes=shapes)
+    assert report.passed
+    assert report.summary().endswith(", 1 not run: too little memory")
+    none = check(gemv, "cpu", dtypes=["fp16"], shapes=shapes[1:])
+    assert not none.passed
+    assert none.first_failure is None
+    assert none.summary() == "kernel torch was not checked: not run: too little memory"
+
+
 def test_no_case_at_all_is_no_pass() -> None:
     assert not check(registry.gemvs()["torch"], "cpu", dtypes=()).passed
 

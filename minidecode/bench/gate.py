@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minidecode.errors import KernelWrongError
+from minidecode.errors import KernelWrongError, MinidecodeError
 from minidecode.kernels.check import check
 from minidecode.plan import exact
 from minidecode.records import GateResult
@@ -196,7 +196,8 @@ def check_gemvs(
 ) -> None:
     """Each GEMV of a kernel set by itself on the shapes that it gets in this model.
 
-    Those in `passed` are left out, and those that pass are added. Raises KernelWrongError.
+    Those in `passed` are left out, and those that pass are added. Raises KernelWrongError, and
+    MinidecodeError where there was no memory to check in.
     """
     passed = set() if passed is None else passed
     used = [kernels.gemv, *kernels.swapped.values()]
@@ -221,6 +222,8 @@ def check_gemvs(
             stop_at_failure=True,
             on_case=show,
         )
-        if not report.passed:
+        if report.first_failure is not None:
             raise KernelWrongError(report.summary())
+        if not report.passed:
+            raise MinidecodeError(report.summary())
         passed.add(gemv)

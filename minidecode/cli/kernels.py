@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from minidecode.cli import options
 from minidecode.cli.progress import Progress
-from minidecode.errors import KernelWrongError, MissingError, UsageError
+from minidecode.errors import KernelWrongError, MinidecodeError, MissingError, UsageError
 
 if TYPE_CHECKING:
     from minidecode.kernels.check import CheckReport
@@ -187,6 +187,8 @@ def _check(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(documents))
     failed = next((report for report in reports if not report.passed), None)
+    if failed is not None and failed.first_failure is None:
+        raise MinidecodeError(failed.summary())
     if failed is not None:
         raise KernelWrongError(failed.summary())
     if not reports:
@@ -252,10 +254,8 @@ def _lines(report: CheckReport, seconds: float, verbose: bool) -> list[str]:
     if failures:
         return [f"{report.kernel}: WRONG in {failures} of {len(report.cases)} cases", *lines]
     worst = max((case.rel_err or 0.0 for case in report.cases), default=0.0)
-    refused = sum(not case.supported for case in report.cases)
-    note = f", {refused} not supported" if refused else ""
     return [
-        f"{report.kernel}: right in {len(report.cases) - refused} cases{note}"
+        f"{report.kernel}: right in {report.counts}"
         f" (largest relative error {worst:.1e}, {seconds:.0f} s)",
         *lines,
     ]

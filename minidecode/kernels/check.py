@@ -63,6 +63,7 @@ TIMED_CALLS = 100
 MOST_EXACT_K = 1 << 14
 # About 10 ms of a GPU: whatever is not ordered after it runs long before it ends.
 SLEEP_CYCLES = 20_000_000
+TOO_LARGE = "not run: too little memory"
 # Larger weights are not copied just to see that they were left alone.
 COMPARED_ELEMENTS = 1 << 24
 
@@ -95,7 +96,8 @@ class CheckReport:
 
     @property
     def passed(self) -> bool:
-        return bool(self.cases) and all(case.passed for case in self.cases)
+        ran = any(case.rel_err is not None for case in self.cases)
+        return ran and all(case.passed for case in self.cases)
 
     @property
     def first_failure(self) -> CheckCase | None:
@@ -106,9 +108,18 @@ class CheckReport:
         failed = self.first_failure
         if failed is not None:
             return f"kernel {self.kernel} is wrong: {failed.label}: {failed.message}"
+        if not self.passed:
+            return f"kernel {self.kernel} was not checked: {TOO_LARGE}"
+        return f"kernel {self.kernel} is right in {self.counts}"
+
+    @property
+    def counts(self) -> str:
+        """How many cases the kernel was right in, did not support, and there was no memory for."""
         refused = sum(not case.supported for case in self.cases)
-        note = f", {refused} shapes not supported" if refused else ""
-        return f"kernel {self.kernel} is right in {len(self.cases) - refused} cases{note}"
+        large = sum(case.message == TOO_LARGE for case in self.cases)
+        text = f"{len(self.cases) - refused - large} cases"
+        text += f", {refused} shapes not supported" if refused else ""
+        return text + (f", {large} {TOO_LARGE}" if large else "")
 
 
 def check(
@@ -280,14 +291,15 @@ class _Runner:
         first = len(self.cases)
         for name, shape in self._sweep(shapes):
             if not self._fits(shape, dtype):
-                self._add(CheckCase(name, *shape, dtype, message="not run: too little memory"))
+                self._add(CheckCase(name, *shape, dtype, message=TOO_LARGE))
                 continue
             self._numbers(name, _Problem(shape, dtype, self.device, self._next_seed()))
             if self.over:
                 return
         done = [case for case in self.cases[first:] if case.passed and case.rel_err is not None]
         if not done:
-            if all(case.passed for case in self.cases[first:]):
+            cases = self.cases[first:]
+            if all(case.passed for case in cases) and not all(c.supported for c in cases):
                 self._add(
                     CheckCase("any shape", 0, 0, dtype, None, False, False, "it supports none")
                 )
