@@ -82,7 +82,7 @@ class Runner:
         self._plans: dict[int, Plan] = {}
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         # Of the graphs enqueued last: the position that each begins at, and its context.
-        self._recent: deque[tuple[int, int]] = deque(maxlen=4)
+        self._recent: deque[tuple[int, int]] = deque(maxlen=2 * STEPS_PER_GRAPH)
 
     def plan(self, position: int | None = None) -> Plan:
         """The plan that the step at `position` runs (by default, the next one)."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from safetensors.torch import load_file
 import minidecode
 from minidecode import models
 from minidecode.config import ModelConfig
-from minidecode.decode import PREFILL_CHUNK, Decoder
+from minidecode.decode import PREFILL_CHUNK, Decoder, Runner
 from minidecode.errors import MinidecodeError, UsageError
 from minidecode.kernels import registry
 from minidecode.models.stages import Attention, LinearResidual
@@ -680,3 +682,30 @@ def test_example_logits(example_dir: Path) -> None:
     assert relative_error(decoder.prefill(ids, every=True), expected) < LIMIT
     assert relative_error(token_by_token(decoder, ids), expected) < LIMIT
     assert relative_error(token_by_token(decoder, ids, composed_of_torch()), expected) < LIMIT
+
+
+def test_a_step_is_repeated_in_the_plan_of_the_graph_that_ran_it() -> None:
+    """Wherever a text is stopped, beside the edge of a bucket of contexts, whatever runs ahead."""
+    for first, n in itertools.product(range(244, 258), range(1, 40)):
+        state = SimpleNamespace(device=torch.device("cuda"), enqueued=first, capacity=10_000)
+        runner: Any = Runner(*(4 * (None,)))  # type: ignore[arg-type]
+        runner._state = state
+        ran: dict[int, int] = {}
+        again: list[int] = []
+
+        def graph(context: int, count: int, state: Any = state, ran: Any = ran) -> Any:
+            end = state.enqueued
+            positions = range(end - count, end)
+            return SimpleNamespace(replay=lambda: ran.update(dict.fromkeys(positions, context)))
+
+        def plan(context: int, again: Any = again) -> Any:
+            again.append(context)
+            return SimpleNamespace(ops=())
+
+        runner._graph, runner._plan = graph, plan
+        decoder: Any = SimpleNamespace(device=state.device, state=state, _read=lambda _: 5)
+        for stop, _ in enumerate(Decoder._decode(decoder, runner, first, n), first):
+            ahead, state.enqueued = state.enqueued, stop
+            runner.repeat()
+            state.enqueued = ahead
+            assert again[-1] == ran[stop], (first, n, stop)
