@@ -7,7 +7,10 @@ import dataclasses
 import io
 import itertools
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +24,7 @@ from minidecode.bench import layers, throughput
 from minidecode.bench.layers import Activity, OpTimes, StepTimes
 from minidecode.cli import measure
 from minidecode.decode import STEPS_PER_GRAPH
-from minidecode.errors import MinidecodeError
+from minidecode.errors import MinidecodeError, MissingError
 from minidecode.plan import kernel_set
 from minidecode.records import LayerReport
 
@@ -459,7 +462,7 @@ def test_a_file_is_replaced_once_the_new_one_is_whole(
     file.write_text("old")
     file.chmod(0o640)
     link.symlink_to(file)
-    measure.write({("--json", str(link)): "new"})
+    measure.write({("--json", str(link)): lambda: "new"})
     assert (file.read_text(), file.stat().st_mode & 0o777) == ("new", 0o640)
     assert link.is_symlink()
 
@@ -469,9 +472,42 @@ def test_a_file_is_replaced_once_the_new_one_is_whole(
 
     monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(MinidecodeError, match=r"--json .*r\.json: No space left on device"):
-        measure.write({("--json", str(file)): "newer"})
+        measure.write({("--json", str(file)): lambda: "newer"})
     assert file.read_text() == "new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "r.json"]
+
+
+def test_what_cannot_be_made_loses_nothing_else(tmp_path: Path) -> None:
+    def fail() -> bytes:
+        raise MissingError("a picture needs matplotlib")
+
+    file = tmp_path / "r.csv"
+    with pytest.raises(MinidecodeError, match=r"^--png p: a picture needs matplotlib$"):
+        measure.write({("--png", "p"): fail, ("--csv", str(file)): lambda: "a,b"})
+    assert file.read_text() == "a,b"
+
+
+def test_a_pipe_is_opened_once_and_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
+        measure.check_outputs({"--json": str(pipe)})
+        measure.write({("--json", str(pipe)): lambda: "whole"})
+        assert reader.communicate(timeout=20)[0] == b"whole"
+
+
+def test_shells_pipes_and_a_reader_that_leaves(tiny_model: str, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m minidecode report -q -m {tiny_model}"
+    shell = (
+        f"{command} --json >(wc -c >{tmp_path}/count) >/dev/null; echo $? >{tmp_path}/code\n"
+        f"{command} --json {tmp_path}/kept.json | true\n"
+        f"{command} --json /dev/stdout >{tmp_path}/out.json\nsleep 0.5\n"
+    )
+    subprocess.run(["bash", "-c", shell], check=True)
+    assert (tmp_path / "code").read_text() == "0\n"
+    assert int((tmp_path / "count").read_text()) > 1000
+    for name in ("kept.json", "out.json"):
+        assert json.loads((tmp_path / name).read_text())["schema_version"] == 1
 
 
 def test_stdout_has_one_document(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 
 from minidecode.cli import measure, options
@@ -95,10 +96,13 @@ def run(args: argparse.Namespace) -> int:
             environment=environment,
             progress=progress,
         )
-    if args.json != "-":
-        print(writer("txt", "ab")(result, plain=measure.plain()), end="")
-    if args.json is not None:
-        measure.write({("--json", args.json): writer("json", "ab")(result)})
+    try:
+        if args.json is not None:
+            document = functools.partial(writer("json", "ab"), result)
+            measure.write({("--json", args.json): document})
+    finally:
+        if args.json is None or not measure.is_stdout(args.json):
+            print(writer("txt", "ab")(result, plain=measure.plain()), end="")
     allowed = args.fail_if_slower
     if allowed is not None and 100.0 * (1.0 - result.ratio_high) > allowed and result.slower_pct:
         raise SlowerError(f"{result.sentence}: more than {allowed:g} % slower")

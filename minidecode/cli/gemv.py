@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import re
@@ -83,9 +84,12 @@ def run(args: argparse.Namespace) -> int:
     chosen = args.output or ("txt" if sys.stdout.isatty() else "md")
     written = writer(chosen, "gemv")
     text = written(report, plain=measure.plain()) if chosen == "txt" else written(report)
-    print(text, end="")
-    if args.png is not None:
-        measure.write({("--png", args.png): writer("png", "gemv")(report)})
+    try:
+        if args.png is not None:
+            picture = functools.partial(writer("png", "gemv"), report)
+            measure.write({("--png", args.png): picture})
+    finally:
+        print(text, end="")
     return 0
 
 

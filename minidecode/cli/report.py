@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 
 from minidecode.cli import measure, options
@@ -76,11 +77,16 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
         gate.check(arms, "after")
-    if "-" not in targets.values():
-        table = writer("txt", "layers")(result, layers=args.layers, plain=measure.plain())
-        print(table, end="")
-    files = {(f"--{name}", target): name for name, target in targets.items()}
-    measure.write({file: writer(name, "layers")(result) for file, name in files.items()})
+    files = {
+        (f"--{name}", target): functools.partial(writer(name, "layers"), result)
+        for name, target in targets.items()
+    }
+    try:
+        measure.write(files)
+    finally:
+        if not any(map(measure.is_stdout, targets.values())):
+            table = writer("txt", "layers")(result, layers=args.layers, plain=measure.plain())
+            print(table, end="")
     return 0
 
 
