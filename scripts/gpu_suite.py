@@ -1,7 +1,8 @@
 """Runs what needs a GPU and writes tests/gpu_receipt.json. Called by gpu_suite.sh.
 
     bench       minidecode bench of a small model with three kernel sets
-    sanitizer   compute-sanitizer's four tools over every kernel (scripts/sanitize.py)
+    sanitizer   compute-sanitizer's four tools over every kernel but inductor's and torch.mv's
+                (scripts/sanitize.py)
     tests       pytest -m gpu
     stage       only for machines without a network: joins the example model's GGUF from
                 .stage/part0, .stage/part1, …, which may come in several calls, and puts it into

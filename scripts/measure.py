@@ -133,7 +133,9 @@ def aa(_: str) -> Iterator[Kept]:
 
 def peers(_: str) -> Iterator[Kept]:
     """transformers and a compiled torch step, one a run: they compile for minutes."""
-    for peer in ("transformers", "transformers-static", "compile"):
+    from peers import PEERS
+
+    for peer in PEERS:
         asked = ["-m", MEDIUM, "--peers", peer, "-o", "json"]
         yield f"peers-{short(MEDIUM)}-{peer}.json", [sys.executable, "scripts/peers.py", *asked]
 

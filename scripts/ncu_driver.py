@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from minidecode.cli import options
+from minidecode.cli.gemv import SIZES
 from minidecode.errors import KernelWrongError, MinidecodeError, MissingError
+from minidecode.kernels.ops import DTYPES
 
-SIZES = [1024, 2048, 4096, 8192]
 # The kernel behind torch.cuda._sleep.
 MARKER = "spin_kernel"
 NAME = "Kernel Name"
@@ -43,15 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running = commands.add_parser("run")
     running.add_argument("order", type=Path)
     running.add_argument("--kernel", default="all")
-    running.add_argument("--n", type=_sizes, default=SIZES)
-    running.add_argument("--dtype", choices=("fp16", "fp32", "fp32,fp16"), default="fp32,fp16")
+    running.add_argument("--n", type=options.positives, default=SIZES)
+    running.add_argument("--dtype", type=_dtypes, default=["fp32", "fp16"])
     tabling = commands.add_parser("table")
     tabling.add_argument("order", type=Path)
     tabling.add_argument("log", type=Path)
     args = parser.parse_args(arguments)
     try:
         if args.command == "run":
-            calls = run(args.kernel, args.n, args.dtype.split(","))
+            calls = run(args.kernel, args.n, args.dtype)
             args.order.write_text(json.dumps([asdict(call) for call in calls]))
         else:
             calls = [Call(**call) for call in json.loads(args.order.read_text())]
@@ -62,8 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _sizes(text: str) -> list[int]:
-    return [options.positive(part) for part in text.split(",")]
+def _dtypes(text: str) -> list[str]:
+    named = text.split(",")
+    if not set(named) <= set(DTYPES):
+        raise argparse.ArgumentTypeError(f"not of {', '.join(DTYPES)}: {text!r}")
+    return named
 
 
 def run(kernel: str, sizes: Sequence[int], dtypes: Sequence[str]) -> list[Call]:

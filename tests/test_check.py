@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from minidecode import cli
+from minidecode.errors import MinidecodeError
 from minidecode.kernels import registry
 from minidecode.kernels.check import CheckReport, check
 from minidecode.records import CheckResult
@@ -186,7 +187,9 @@ def test_what_there_is_no_memory_for_is_neither_right_nor_wrong(
     none = check(gemv, "cpu", dtypes=["fp16"], shapes=shapes[1:])
     assert not none.passed
     assert none.first_failure is None
-    assert none.summary() == "kernel torch was not checked: not run: too little memory"
+    assert none.summary() == "kernel torch was not checked: too little memory"
+    with pytest.raises(MinidecodeError, match="was not checked"):
+        none.require()
 
 
 def test_no_case_at_all_is_no_pass() -> None:

@@ -153,7 +153,7 @@ def test_verdict_is_the_interval_s() -> None:
 
 
 def test_the_noise_floor_is_the_furthest_that_the_same_kernel_was_from_itself() -> None:
-    assert noise_floor() == MIN_EFFECT
+    assert noise_floor(Interval(1.0, 1.0, 1.0)) == MIN_EFFECT
     assert noise_floor(Interval(1.0, 0.9995, 1.0004)) == MIN_EFFECT
     assert noise_floor(Interval(1.0, 0.94, 1.001)) == pytest.approx(0.06)
     assert noise_floor(Interval(1.03, 1.001, 1.06)) == pytest.approx(0.06)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minidecode.errors import KernelWrongError, MinidecodeError
+from minidecode.errors import KernelWrongError
 from minidecode.kernels.check import check
 from minidecode.plan import exact
 from minidecode.records import GateResult
@@ -169,7 +169,6 @@ class Gate:
         results: list[GateResult] = []
         first: tuple[str, torch.Tensor] | None = None
         for name, kernels in arms:
-            self._decoder.prepare(len(self._ids))
             check_gemvs(self._decoder, kernels, self._progress, self._checked)
             logits = teacher_forced(self._decoder, kernels, self._ids, self._progress)
             results.append(self._judge(name, when, REFERENCE, compare(logits, self._reference)))
@@ -200,6 +199,7 @@ def check_gemvs(
     MinidecodeError where there was no memory to check in.
     """
     passed = set() if passed is None else passed
+    decoder.prepare(1)
     used = [kernels.gemv, *kernels.swapped.values()]
     gemvs = {gemv.name: gemv for gemv in used if gemv is not None}
     shapes: dict[Gemv, dict[tuple[int, int], None]] = {}
@@ -222,8 +222,5 @@ def check_gemvs(
             stop_at_failure=True,
             on_case=show,
         )
-        if report.first_failure is not None:
-            raise KernelWrongError(report.summary())
-        if not report.passed:
-            raise MinidecodeError(report.summary())
+        report.require()
         passed.add(gemv)

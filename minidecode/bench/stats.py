@@ -146,10 +146,9 @@ def paired_ratio(
     return Interval(*(float(np.exp(x)) for x in (fit.value, fit.low, fit.high)))
 
 
-def noise_floor(noise: Interval | None = None) -> float:
+def noise_floor(noise: Interval) -> float:
     """The greater of MIN_EFFECT and what `noise`, a kernel against itself, leaves possible."""
-    ends = () if noise is None else (noise.low, noise.high)
-    return max([MIN_EFFECT, *(abs(end - 1.0) for end in ends)])
+    return max(MIN_EFFECT, abs(noise.low - 1.0), abs(noise.high - 1.0))
 
 
 def verdict(ratio: Interval) -> Verdict:

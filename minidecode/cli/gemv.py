@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = parser.add_mutually_exclusive_group()
     shapes.add_argument(
         "--n",
-        type=_sizes,
+        type=options.positives,
         metavar="N,…",
         help=f"square sizes (default: {','.join(map(str, SIZES))})",
     )
@@ -134,11 +134,6 @@ def _on(device: str, asked: list[Gemv] | None, dtypes: tuple[str, ...]) -> list[
 
 
 # --- shapes ---------------------------------------------------------------------------------------
-
-
-def _sizes(text: str) -> list[int]:
-    """ "1024,2048" as numbers."""
-    return [options.positive(part.strip()) for part in text.split(",")]
 
 
 def _shapes(text: str) -> list[tuple[int, int]]:

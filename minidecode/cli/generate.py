@@ -117,7 +117,6 @@ def _check_kernel(decoder: Decoder, progress: Progress) -> None:
         return
     from minidecode.bench.gate import check_gemvs
 
-    decoder.prepare(1)
     check_gemvs(decoder, decoder.kernel_set, progress)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from minidecode.cli import options
 from minidecode.cli.progress import Progress
-from minidecode.errors import KernelWrongError, MinidecodeError, MissingError, UsageError
+from minidecode.errors import MissingError, UsageError
 
 if TYPE_CHECKING:
     from minidecode.kernels.check import CheckReport
@@ -186,11 +186,8 @@ def _check(args: argparse.Namespace) -> int:
             _say(args, progress, *_lines(report, seconds, args.verbose))
     if args.json:
         print(json.dumps(documents))
-    failed = next((report for report in reports if not report.passed), None)
-    if failed is not None and failed.first_failure is None:
-        raise MinidecodeError(failed.summary())
-    if failed is not None:
-        raise KernelWrongError(failed.summary())
+    for report in reports:
+        report.require()
     if not reports:
         raise MissingError(f"none of these kernels runs on {device.type} here")
     return 0

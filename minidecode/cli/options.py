@@ -131,6 +131,11 @@ def positive(text: str) -> int:
     return value
 
 
+def positives(text: str) -> list[int]:
+    """Whole numbers of at least 1, separated by commas."""
+    return [positive(part.strip()) for part in text.split(",")]
+
+
 def counts(text: str) -> list[int]:
     """Whole numbers of at least 0, separated by commas."""
     parts = [part.strip() for part in text.split(",")]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from minidecode.errors import MinidecodeError
+from minidecode.errors import KernelWrongError, MinidecodeError
 from minidecode.kernels import ops
 from minidecode.kernels.ops import NotSupportedError
 from minidecode.memory import free_memory
@@ -109,8 +109,15 @@ class CheckReport:
         if failed is not None:
             return f"kernel {self.kernel} is wrong: {failed.label}: {failed.message}"
         if not self.passed:
-            return f"kernel {self.kernel} was not checked: {TOO_LARGE}"
+            return f"kernel {self.kernel} was not checked: too little memory"
         return f"kernel {self.kernel} is right in {self.counts}"
+
+    def require(self) -> None:
+        """Raises KernelWrongError for a wrong kernel, MinidecodeError if nothing could be run."""
+        if self.first_failure is not None:
+            raise KernelWrongError(self.summary())
+        if not self.passed:
+            raise MinidecodeError(self.summary())
 
     @property
     def counts(self) -> str:

@@ -84,8 +84,7 @@ class Plan:
     @property
     def engine(self) -> str:
         """ "fused", "composed" or "torch"; "mixed" when stages fell back or were swapped."""
-        fallback = step.ATTENTION_ANY
-        engines = {o.engine for o in self.ops if o.kind in LINEAR_KINDS or o.kernel == fallback}
+        engines = {op.engine for op in self.ops if op.kind in (*LINEAR_KINDS, "attention")}
         return engines.pop() if len(engines) == 1 else "mixed"
 
 

@@ -15,7 +15,6 @@
 #include "minidecode/best.cuh"
 #include "minidecode/launch.cuh"
 #include "minidecode/load.cuh"
-#include "minidecode/mma.cuh"
 #include "minidecode/reduce.cuh"
 #include "minidecode/rows.cuh"
 

@@ -1,4 +1,5 @@
-// Loads for data that is read once (weights, old KV entries) and conversions of packed halves.
+// Loads for data that is read once (weights, old KV entries), and what packed halves need:
+// products, conversions.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -26,30 +26,6 @@ __device__ __forceinline__ float warp_max(float v) {
   return v;
 }
 
-// N sums at once, N a power of two up to 32: lane l ends with the total of v[l % N]. A step halves
-// the values that a lane still carries, so it takes N - 1 + log2(32 / N) shuffles and not 5 N.
-template <int N>
-__device__ __forceinline__ float warp_sum_many(float (&v)[N]) {
-  static_assert(N >= 1 && N <= kWarp && (N & (N - 1)) == 0, "a power of two up to 32");
-  const int lane = threadIdx.x % kWarp;
-#pragma unroll
-  for (int half = N / 2; half > 0; half /= 2) {
-    const bool upper = (lane & half) != 0;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float keep = upper ? v[i + half] : v[i];
-      const float give = upper ? v[i] : v[i + half];
-      v[i] = keep + __shfl_xor_sync(kFullMask, give, half);
-    }
-  }
-  float total = v[0];
-#pragma unroll
-  for (int offset = N; offset < kWarp; offset *= 2) {
-    total += __shfl_xor_sync(kFullMask, total, offset);
-  }
-  return total;
-}
-
 // Sum over a block of THREADS threads, returned to every thread. `scratch` is shared memory of
 // THREADS / 32 floats; the caller puts a barrier between two uses of the same scratch.
 template <int THREADS>
