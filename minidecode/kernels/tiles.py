@@ -120,9 +120,10 @@ def split_key(heads: Heads, context: int) -> str:
 def default_tile(n: int, k: int, device: Device) -> Tile:
     """A sensible tile where nothing was measured, after searches on an H200 with seven models.
 
-    Few blocks of many rows: they leave room for the blocks of the kernels to come, which load
-    their weights while they wait. Shared memory takes four of the rows where rows are long, and
-    another four where there are more rows than for one block a multiprocessor.
+    Few blocks of many rows were the quickest; perhaps since they leave room for the blocks of the
+    kernels to come, which load their weights while they wait. Shared memory takes four of the rows
+    where rows are long, and another four where there are more rows than for one block a
+    multiprocessor.
     """
     share = -(-n // device.sms)
     wide = share > 16
