@@ -54,6 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "llama-odd-mlp": {"intermediate_size": 101},
     "llama-head-dim-72": {"head_dim": 72},
+    "llama-head-dim-100": {"head_dim": 100},
     "mistral-window-4": {"model_type": "mistral", "sliding_window": 4},
     "qwen2-window-upper": {
         "model_type": "qwen2",
@@ -129,7 +130,8 @@ def test_logits_equal_transformers(made: Callable[..., tiny.Tiny], name: str) ->
         ("llama-odd-hidden", "mixed"),
         ("llama-odd-mlp", "mixed"),
         ("llama-odd-everything", "composed"),
-        ("llama-head-dim-72", "mixed"),  # its attention is the one for any head size
+        ("llama-head-dim-72", "fused"),
+        ("llama-head-dim-100", "mixed"),  # its attention is the one for any head size
     ],
 )
 def test_what_the_fused_engine_cannot_take_is_composed(
@@ -161,7 +163,9 @@ def test_swapped_layers(made: Callable[..., tiny.Tiny], kind: Any) -> None:
     assert decoder.runner(mixed).plan().engine == "mixed"
 
 
-@pytest.mark.parametrize("name", ["llama-wide", "qwen3-head-dim-128", "mistral-window-4"])
+@pytest.mark.parametrize(
+    "name", ["llama-wide", "llama-head-dim-100", "qwen3-head-dim-128", "mistral-window-4"]
+)
 def test_every_split_in_a_whole_step(made: Callable[..., tiny.Tiny], name: str) -> None:
     model = made(**MODELS[name])
     decoder = load(model.directory)

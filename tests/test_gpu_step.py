@@ -309,7 +309,7 @@ def splits_of(c: Case) -> list[Split]:
 
 
 @pytest.mark.parametrize("gqa", GQA, ids=str)
-@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 128, 160, 256])
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 72, 80, 88, 96, 100, 104, 128, 160, 256])
 def test_attention_with_every_split(
     random: torch.Generator, gqa: tuple[int, int], head_dim: int
 ) -> None:
@@ -333,14 +333,15 @@ def test_attention_of_any_head_size(random: torch.Generator, head_dim: int) -> N
             case = Case(*gqa, head_dim, position, (None, 10)[i % 2], norm=i % 3 == 0)
             qkv = halves(random, (gqa[0] + 2 * gqa[1]) * head_dim)
             before = make_cache(case, random)
-            cache, out = copied(before), nan(gqa[0] * head_dim)
-            step.attention(out, qkv, cache, Split(1, 4))()
-            check_attention(case, out, qkv, cache, before, "any")
+            for split in (Split(1, 4), Split(3, 4)):
+                cache, out = copied(before), nan(gqa[0] * head_dim)
+                step.attention(out, qkv, cache, split)()
+                check_attention(case, out, qkv, cache, before, str(split))
 
 
 @pytest.mark.parametrize("context", [16_384, 131_072])
 def test_long_contexts(random: torch.Generator, context: int) -> None:
-    for head_dim in (64, 128, 256):
+    for head_dim in (64, 100, 128, 256):
         case = Case(8, 2, head_dim, context - 1)
         qkv, before = halves(random, 12 * head_dim), make_cache(case, random)
         heads = Heads(8, 2, head_dim)

@@ -17,6 +17,7 @@ from minidecode.decode import Decoder
 from minidecode.errors import MissingError, UsageError
 from minidecode.kernels import registry
 from minidecode.kernels.tiles import (
+    ANY_WARPS,
     HEADS_PER_BLOCK,
     MAX_SPLITS,
     Choices,
@@ -359,19 +360,35 @@ def test_tile_candidates(k: int) -> None:
 def test_splits(device: Device, heads: tuple[int, int]) -> None:
     for head_dim in (64, 128, 256):
         sizes = Heads(*heads, head_dim)
-        assert sizes.groups == heads[1] * math.ceil(heads[0] // heads[1] / HEADS_PER_BLOCK)
+        assert sizes.blocks == heads[1] * math.ceil(heads[0] // heads[1] / HEADS_PER_BLOCK)
         before = 0
         for context in (1, 256, 512, 4096, 131_072):
             split = default_split(sizes, context, device)
             assert split.splits >= before
             before = split.splits
-            assert split.splits == 1 or split.splits * sizes.groups <= device.sms
+            assert split.splits == 1 or split.splits * sizes.blocks <= device.sms
             assert split.splits <= MAX_SPLITS
         assert default_split(sizes, 1, device).splits == 1
         candidates = split_candidates(sizes, device)
         assert candidates
         for split in candidates:
             assert split.warps in {64: (4, 8, 16), 128: (4, 8), 256: (2, 4)}[head_dim]
+
+
+@pytest.mark.parametrize("device", [H200, A100])
+def test_splits_for_any_head_size(device: Device) -> None:
+    for heads, head_dim in ((32, 100), (8, 20), (512, 100), (4, 320)):
+        sizes = Heads(heads, max(1, heads // 4), head_dim)
+        assert not sizes.on_tensor_cores
+        assert sizes.blocks == heads  # one a query head
+        splits = [default_split(sizes, c, device) for c in (1, 31, 256, 4096, 131_072)]
+        assert {split.warps for split in splits} == {ANY_WARPS}
+        counts = [split.splits for split in splits]
+        assert counts[:2] == [1, 1]
+        assert counts == sorted(counts)
+        assert counts[-1] == min(MAX_SPLITS, max(1, 4 * device.sms // heads))
+        assert {split.splits for split in split_candidates(sizes, device)} >= {1, MAX_SPLITS}
+    assert all(Heads(32, 8, d).on_tensor_cores for d in (64, 72, 80, 88, 104, 256))
 
 
 def test_choices_that_a_gpu_cannot_run_are_left() -> None:

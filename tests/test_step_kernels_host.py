@@ -371,7 +371,9 @@ def fill(c: Case) -> Cache:
         cache[:, :first] = np.nan
     q_norm, k_norm = (constant(aligned(halves(c.head_dim) / 4 + 1)) for _ in range(2))
     parts = np.full(c.heads * c.splits * (c.head_dim + 2), np.nan, np.float32)
-    arrived = np.zeros(Heads(c.heads, c.kv_heads, c.head_dim).groups, np.uint32)
+    # Every head has a counter of its own in the attention for any head size.
+    blocks = c.heads if c.warps == 0 else Heads(c.heads, c.kv_heads, c.head_dim).blocks
+    arrived = np.zeros(blocks, np.uint32)
     return Cache(
         qkv=constant(aligned(c.magnitude * halves(c.heads + 2 * c.kv_heads, c.head_dim))),
         keys=keys,
@@ -445,11 +447,13 @@ def wrong_result(c: Case, b: Cache, before: tuple[Any, Any], qkv: npt.NDArray[An
 GQA = ((1, 1), (3, 3), (4, 2), (9, 3), (4, 1), (5, 1), (12, 2), (7, 1), (8, 1))
 
 
-@pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 80, 96, 112, 128, 144, 192, 256])
+@pytest.mark.parametrize(
+    "head_dim", [8, 16, 32, 48, 64, 72, 80, 88, 96, 104, 112, 128, 136, 144, 192, 256]
+)
 def test_attention(head_dim: int) -> None:
     # Around a tile of 16, a warp's tiles, a block's pass, and beyond.
     for i, position in enumerate((0, 1, 15, 16, 17, 31, 127, 128, 255, 300)):
-        heads, kv_heads = GQA[(i + head_dim // 16) % len(GQA)]
+        heads, kv_heads = GQA[(i + head_dim // 8) % len(GQA)]
         case = Case(heads, kv_heads, head_dim, position, norm=i % 2 == 1, order=i % 4)
         assert wrong_attention(case) == "", case
 
@@ -468,7 +472,7 @@ def test_attention_of_every_ratio(gqa: tuple[int, int]) -> None:
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 8, 16, 31, 32])
 def test_splits(splits: int) -> None:
     for i, position in enumerate((0, 5, 130, 700)):  # blocks without a position, and all with some
-        for head_dim, warps in ((64, 4), (64, 16), (128, 4), (256, 2)):
+        for head_dim, warps in ((64, 4), (64, 16), (100, 0), (104, 4), (128, 4), (256, 2)):
             case = Case(3, 1, head_dim, position, warps, splits, order=(i + splits) % 4)
             assert wrong_attention(case) == "", case
 
@@ -480,6 +484,7 @@ def test_windows(window: int) -> None:
             Case(4, 2, 64, position, window=window, order=i % 4),
             Case(4, 2, 64, position, warps=4, splits=2, window=window),
             Case(4, 2, 20, position, warps=0, window=window, order=i % 4),
+            Case(4, 2, 20, position, warps=0, splits=3, window=window, order=i % 4),
         ):
             assert wrong_attention(case) == "", case
 
@@ -495,7 +500,7 @@ def test_attention_of_any_head_size(head_dim: int) -> None:
 @settings(max_examples=40)
 @given(
     gqa=st.sampled_from([*GQA, (16, 1), (11, 1)]),
-    head_dim=st.integers(1, 16).map(lambda n: 16 * n),
+    head_dim=st.integers(1, 32).map(lambda n: 8 * n),
     position=st.integers(0, 400),
     warps=st.sampled_from([4, 8]),
     splits=st.sampled_from([1, 2, 3, 4]),
@@ -540,7 +545,7 @@ def test_values_that_are_not_finite_are_not_hidden(warps: int) -> None:
 
 def test_what_attention_does_not_take() -> None:
     for case in (
-        Case(2, 1, 24, 3),
+        Case(2, 1, 20, 3),
         Case(2, 1, 272, 3),
         Case(2, 1, 64, 3, warps=5),
         Case(2, 1, 64, 3, warps=32),
@@ -550,6 +555,7 @@ def test_what_attention_does_not_take() -> None:
         Case(2, 1, 64, 3, splits=0),
         Case(3, 2, 64, 3),
         Case(2, 1, 514, 3, warps=0),
+        Case(2, 1, 20, 3, warps=0, splits=33),
     ):
         b = fill(case)
         assert call_attention(case, b) == NOT_SUPPORTED, case
@@ -569,7 +575,9 @@ def test_attention_where_shared_memory_is_smaller(capability: tuple[int, int]) -
                 capability=capability,
             )
             assert wrong_attention(case) == "", case
-    assert wrong_attention(Case(4, 2, 20, 70, warps=0, capability=capability)) == ""
+    for splits in (1, 8):
+        case = Case(4, 2, 20, 70, warps=0, splits=splits, capability=capability)
+        assert wrong_attention(case) == "", case
 
 
 # --- helpers --------------------------------------------------------------------------------------

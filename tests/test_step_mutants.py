@@ -19,6 +19,7 @@ from minidecode.sampling import Sampling
 pytestmark = pytest.mark.skipif(shim.unavailable() is not None, reason=str(shim.unavailable()))
 
 ATTENTION = "include/minidecode/attention.cuh"
+ANY = "step/attention_any.cu"
 LINEAR = "include/minidecode/fused_linear.cuh"
 ROWS = "include/minidecode/rows.cuh"
 
@@ -101,6 +102,21 @@ MUTANTS = (
         attention(2, 1, 20, 20, 0, window=4),
     ),
     Mutant(
+        *("attention_any", "split-not-weighted", ANY),
+        *("__ldcg(parts.sums + lane) * share", "__ldcg(parts.sums + lane)"),
+        attention(2, 1, 20, 300, 0, 4),
+    ),
+    Mutant(
+        *("attention_any", "every-split-sees-all", ANY),
+        *("seen.first + warp * splits + split", "seen.first + warp * splits"),
+        attention(2, 1, 20, 300, 0, 4),
+    ),
+    Mutant(
+        *("attention_any", "a-block-without-a-position", ANY),
+        *("most == -INFINITY ? 0.0f : ", ""),
+        attention(2, 1, 20, 2, 0, 4),
+    ),
+    Mutant(
         *("attention", "no-wait", ATTENTION),
         *("  pdl_trigger();\n  pdl_wait();", "  pdl_trigger();"),
         attention(2, 1, 64, 20),
@@ -112,15 +128,12 @@ MUTANTS = (
     ),
     Mutant(
         *("attention", "first-block-joins", ATTENTION),
-        *("a.splits - 1) == a.splits - 1;", "a.splits - 1) == 0;"),
+        *("splits - 1) == splits - 1;", "splits - 1) == 0;"),
         attention(2, 1, 64, 300, 4, 4),
     ),
     Mutant(
         *("attention", "counts-on", ATTENTION),
-        *(
-            "atomicInc(a.arrived + blockIdx.x, a.splits - 1)",
-            "atomicAdd(a.arrived + blockIdx.x, 1u)",
-        ),
+        *("atomicInc(counter, splits - 1)", "atomicAdd(counter, 1u)"),
         attention(2, 1, 64, 300, 4, 4),
     ),
     Mutant(

@@ -27,13 +27,13 @@ cudaError_t attention_of_warps(const Attention& a, cudaStream_t stream) {
 }  // namespace
 }  // namespace minidecode
 
-// head_dim: a multiple of 16 up to 256. warps: 4 or 8, or 16 up to a head_dim of 64, or 2 above
+// head_dim: a multiple of 8 up to 256. warps: 4 or 8, or 16 up to a head_dim of 64, or 2 above
 // 128. splits: up to kMaxSplits.
 MINIDECODE_EXPORT cudaError_t minidecode_attention(const minidecode::Attention* args, int warps,
                                                    cudaStream_t stream) {
   using namespace minidecode;
   const Attention& a = *args;
-  if (a.head_dim % 16 != 0 || a.head_dim < 16 || a.head_dim > 256 || a.heads % a.kv_heads != 0 ||
+  if (a.head_dim % 8 != 0 || a.head_dim < 8 || a.head_dim > 256 || a.heads % a.kv_heads != 0 ||
       a.splits < 1 || a.splits > kMaxSplits) {
     return cudaErrorNotSupported;
   }

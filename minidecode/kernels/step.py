@@ -18,7 +18,7 @@ import torch
 from minidecode.errors import MinidecodeError
 from minidecode.kernels import build
 from minidecode.kernels.enqueue import enqueue
-from minidecode.kernels.tiles import TENSOR_CORE_HEAD_DIM, Heads, Split, Tile
+from minidecode.kernels.tiles import Heads, Split, Tile
 
 Launch = Callable[[], None]
 
@@ -208,10 +208,9 @@ class Cache:
     context: int
 
 
-def attention_file(head_dim: int) -> str:
+def attention_file(heads: Heads) -> str:
     """The kernel file, without ".cu", for heads of this size."""
-    special = head_dim % 16 == 0 and head_dim <= TENSOR_CORE_HEAD_DIM
-    return ATTENTION if special else ATTENTION_ANY
+    return ATTENTION if heads.on_tensor_cores else ATTENTION_ANY
 
 
 def attention(out: torch.Tensor, qkv: torch.Tensor, cache: Cache, split: Split) -> Launch:
@@ -219,32 +218,23 @@ def attention(out: torch.Tensor, qkv: torch.Tensor, cache: Cache, split: Split) 
 
     out FP16 [heads * head_dim]; qkv FP16 [(heads + 2 kv_heads) * head_dim].
     """
-    if attention_file(cache.keys.shape[2]) == ATTENTION_ANY:
-        args, held = _attention_args(out, qkv, cache, Split(1, split.warps))
-        return _bound(ATTENTION_ANY, "minidecode_attention_any", (args,), held)
-    args, held = _attention_args(out, qkv, cache, split)
-    return _bound(ATTENTION, "minidecode_attention", (args, _int(split.warps)), held)
-
-
-def _attention_args(
-    out: torch.Tensor, qkv: torch.Tensor, cache: Cache, split: Split
-) -> tuple[_Attention, tuple[torch.Tensor, ...]]:
-    """The kernel's arguments, and the tensors that they point to."""
     kv_heads, capacity, head_dim = cache.keys.shape
-    heads = out.numel() // head_dim
+    heads = Heads(out.numel() // head_dim, kv_heads, head_dim)
     parts = arrived = None
     if split.splits > 1:
-        size = heads * split.splits * (head_dim + 2)
+        size = heads.heads * split.splits * (head_dim + 2)
         parts = torch.empty(size, dtype=torch.float32, device=out.device)
-        groups = Heads(heads, kv_heads, head_dim).groups
-        arrived = torch.zeros(groups, dtype=torch.int32, device=out.device)
+        arrived = torch.zeros(heads.blocks, dtype=torch.int32, device=out.device)
     tensors = (
         *(out, cache.keys, cache.values, qkv, cache.q_norm, cache.k_norm),
         *(cache.rope, cache.position, parts, arrived),
     )
-    sizes = (heads, kv_heads, head_dim, capacity, cache.window or 0)
+    sizes = (heads.heads, kv_heads, head_dim, capacity, cache.window or 0)
     args = _Attention(*(_p(t) for t in tensors), *sizes, cache.eps, split.splits, cache.context)
-    return args, tuple(t for t in tensors if t is not None)
+    stem = attention_file(heads)
+    arguments = (args,) if stem == ATTENTION_ANY else (args, _int(split.warps))
+    held = tuple(t for t in tensors if t is not None)
+    return _bound(stem, f"minidecode_{stem}", arguments, held)
 
 
 def compile_kernels(fused: Iterable[tuple[str, Tile]] = ()) -> None:

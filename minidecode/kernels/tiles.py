@@ -11,6 +11,8 @@ OWN_SHARED_BYTES = 3 * 1024
 # The tensor-core attention: query heads of a block, and head_dim, at most.
 HEADS_PER_BLOCK = 8
 TENSOR_CORE_HEAD_DIM = 256
+# The attention for any head_dim: warps of a block.
+ANY_WARPS = 4
 # Blocks that share a context, at most: a warp joins their parts.
 MAX_SPLITS = 32
 
@@ -72,8 +74,15 @@ class Heads:
     head_dim: int
 
     @property
-    def groups(self) -> int:
-        """Blocks that read one position: eight query heads at most share a block."""
+    def on_tensor_cores(self) -> bool:
+        """Whether the tensor-core attention takes heads of this size."""
+        return self.head_dim % 8 == 0 and self.head_dim <= TENSOR_CORE_HEAD_DIM
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one split: on tensor cores eight query heads of a KV head share one."""
+        if not self.on_tensor_cores:
+            return self.heads
         return self.kv_heads * -(-(self.heads // self.kv_heads) // HEADS_PER_BLOCK)
 
 
@@ -144,11 +153,14 @@ def default_split(heads: Heads, context: int, device: Device) -> Split:
     On an H200 with whole steps: two blocks instead of one, and more than eight, pay when a warp has
     more than two tiles of 16 positions without them, what lies between with more than one.
     """
+    if not heads.on_tensor_cores:
+        most = min(MAX_SPLITS, max(1, 4 * device.sms // heads.blocks))
+        return Split(min(most, max(1, context // (16 * ANY_WARPS))), ANY_WARPS)
     # A ring of positions for each warp: before sm_90 there is less shared memory for them.
     warps = 16 if heads.head_dim <= 64 else 8 if heads.head_dim <= 128 else 4
     if not device.sm90:
         warps = min(4, warps // 2)
-    most = min(MAX_SPLITS, max(1, device.sms // heads.groups))
+    most = min(MAX_SPLITS, max(1, device.sms // heads.blocks))
     splits = 1
     while splits * 2 <= most and context > splits * warps * (16 if 1 < splits < 8 else 32):
         splits *= 2
@@ -246,11 +258,13 @@ def tile_candidates(k: int, device: Device) -> list[Tile]:
 
 def split_candidates(heads: Heads, device: Device) -> list[Split]:
     """Splits of the attention worth measuring."""
+    if not heads.on_tensor_cores:
+        return [Split(splits, ANY_WARPS) for splits in (1, 2, 4, 8, 16, 32)]
     most_warps = default_split(heads, 1, device).warps
     least_warps = 2 if heads.head_dim > 128 else 4
     return [
         Split(splits, warps)
         for warps in (most_warps // 4, most_warps // 2, most_warps)
         for splits in (1, 2, 4, 8, 16, 32)
-        if warps >= least_warps and (splits == 1 or splits * heads.groups <= 2 * device.sms)
+        if warps >= least_warps and (splits == 1 or splits * heads.blocks <= 2 * device.sms)
     ]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from minidecode.kernels import step
 from minidecode.kernels.tiles import Choices
 from minidecode.models.stages import Attention, NormLinear, Stage
-from minidecode.plan.cuda import CudaHelpers
+from minidecode.plan.cuda import CudaHelpers, heads_of
 from minidecode.plan.op import Engine, Op, attention_op, linear_op
 from minidecode.plan.state import State
 from minidecode.weights import Weights
@@ -56,7 +56,7 @@ class Fused:
         """The stage as one kernel."""
         if isinstance(stage, Attention):
             launch = self._helpers.attention(stage)
-            kernel = step.attention_file(self._state.config.head_dim)
+            kernel = step.attention_file(heads_of(self._state.config))
             engine: Engine = "composed" if kernel == step.ATTENTION_ANY else "fused"
             return attention_op(stage, launch, self._state, engine, kernel)
         s, w = self._state, self._weights

@@ -30,7 +30,7 @@ struct Attention {
   const float2* rope;   // [capacity, head_dim / 2] cos, sin
   const int* position;  // [1]
   float* parts;         // [heads, splits, head_dim] and [2, heads, splits], for several splits
-  unsigned* arrived;    // [kv_heads * groups of 8 heads], 0 before and after, likewise
+  unsigned* arrived;    // [blocks of one split], 0 before and after, likewise
   int heads;
   int kv_heads;
   int head_dim;
@@ -53,6 +53,34 @@ __device__ __forceinline__ Seen seen_by(const Attention& a) {
   const int last = __ldcg(a.position);
   const int first = a.window > 0 && last >= a.window ? last + 1 - a.window : 0;
   return {first, last};
+}
+
+// What the splits leave for the one that joins them.
+struct Parts {
+  float* out;   // [heads, splits, head_dim], not yet divided by the sum
+  float* tops;  // [heads, splits]
+  float* sums;  // [heads, splits]
+};
+
+// From `head` on.
+__device__ __forceinline__ Parts parts_of(const Attention& a, int head) {
+  const size_t first = static_cast<size_t>(head) * a.splits;
+  float* tops = a.parts + a.heads * a.splits * a.head_dim + first;
+  return {a.parts + first * a.head_dim, tops, tops + a.heads * a.splits};
+}
+
+// Whether this block is the last of the `splits` blocks with this counter to come here; if so, it
+// sees what all of them wrote. The barriers and one thread's fences order it all.
+__device__ __forceinline__ bool last_to_arrive(unsigned* counter, int splits) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicInc(counter, splits - 1) == splits - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
 }
 
 constexpr int kHeads = 8;  // query heads of a block
@@ -390,11 +418,7 @@ __global__ void __launch_bounds__(WARPS* kWarp, 1) attend(const Attention a, con
     }
   }
   __syncthreads();
-  // Several splits: what each of them has of this block's heads.
-  const size_t first_part = static_cast<size_t>(first_head) * a.splits;
-  float* parts = a.parts + first_part * head_dim;                           // [heads, splits, dims]
-  float* part_tops = a.parts + a.heads * a.splits * head_dim + first_part;  // [heads, splits]
-  float* part_sums = part_tops + a.heads * a.splits;                        // [heads, splits]
+  const Parts parts = parts_of(a, first_head);
   // A warp joins 64 dims of a head, each half of it one half of the parts.
   constexpr int kHalf = WARPS / 2;
   for (int item = warp; item < heads * kSpans; item += WARPS) {
@@ -427,42 +451,33 @@ __global__ void __launch_bounds__(WARPS* kWarp, 1) attend(const Attention a, con
       const float by = __fdividef(1.0f, sum);
       if (writes) store_halves(to, joined, by);
     } else {
-      float* to = parts + static_cast<size_t>(h * a.splits + split) * head_dim + dim;
+      float* to = parts.out + static_cast<size_t>(h * a.splits + split) * head_dim + dim;
       if (writes) *reinterpret_cast<Floats<4>*>(to) = joined;
       if (item % kSpans == 0 && lane == 0) {
-        part_tops[h * a.splits + split] = top;
-        part_sums[h * a.splits + split] = sum;
+        parts.tops[h * a.splits + split] = top;
+        parts.sums[h * a.splits + split] = sum;
       }
     }
   }
   if (!SPLIT) return;
 
-  // The last block to come here joins the parts of all. The barrier and one thread's fences order
-  // what the blocks' other threads wrote and read.
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicInc(a.arrived + blockIdx.x, a.splits - 1) == a.splits - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  if (!last) return;
+  // The last block to come here joins the parts of all.
+  if (!last_to_arrive(a.arrived + blockIdx.x, a.splits)) return;
   // A warp joins 64 dims of a head, each half of it every other split; lane l knows the weight of
   // split l. All loads of 16 splits are on their way at once.
   for (int item = warp; item < heads * kSpans; item += WARPS) {
     const int h = item / kSpans, dim = item % kSpans * 64 + lane % 16 * 4;
     const bool writes = dim < head_dim;
     const bool there = lane < a.splits;
-    const float own_top = there ? __ldcg(part_tops + h * a.splits + lane) : -INFINITY;
-    float sum = there ? __ldcg(part_sums + h * a.splits + lane) : 0.0f, share = 0.0f;
+    const float own_top = there ? __ldcg(parts.tops + h * a.splits + lane) : -INFINITY;
+    float sum = there ? __ldcg(parts.sums + h * a.splits + lane) : 0.0f, share = 0.0f;
     Floats<4> joined = {};
     for (int begin = 0; begin < a.splits; begin += 2 * kPartsAtOnce) {
       float4 v[kPartsAtOnce];
 #pragma unroll
       for (int i = 0; i < kPartsAtOnce; ++i) {
         const int s = begin + 2 * i + lane / 16;
-        const float* from = parts + static_cast<size_t>(h * a.splits + s) * head_dim + dim;
+        const float* from = parts.out + static_cast<size_t>(h * a.splits + s) * head_dim + dim;
         v[i] = writes && s < a.splits ? __ldcg(reinterpret_cast<const float4*>(from))
                                       : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
