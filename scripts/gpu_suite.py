@@ -1,7 +1,7 @@
 """Runs what needs a GPU and writes tests/gpu_receipt.json. Called by gpu_suite.sh.
 
     bench       minidecode bench of a small model with three kernel sets
-    sanitizer   compute-sanitizer's four tools over every kernel but inductor's and torch.mv's
+    sanitizer   compute-sanitizer's four tools over every kernel but torch.mv's
                 (scripts/sanitize.py)
     tests       pytest -m gpu
     stage       only for machines without a network: joins the example model's GGUF from
@@ -187,34 +187,42 @@ def run_sanitizer(folder: Path, limit: float) -> dict[str, Any]:
     if shutil.which("compute-sanitizer") is None:
         log.write_text("compute-sanitizer is not on PATH\n")
         return outcome(False, "compute-sanitizer is not on PATH", 0.0)
-    script = str(ROOT / "scripts" / "sanitize.py")
     with tempfile.TemporaryDirectory() as scratch:
-        built = Path(scratch) / "kernels"
-        made = run([sys.executable, script, "build", str(built)], limit, log)
-        if made.status != 0:
-            return outcome(False, "the kernels do not compile", made.seconds)
-        left = limit - (time.monotonic() - began)
-        kernels = {
-            "CUDA": ["run", str(built)],
-            "Triton": ["python", "triton_rowblock"],
-            "libraries": ["python", "cublas"],
+        built = f"{scratch}/kernels"
+        # What the tools look at is compiled before: a compiler under a tool has no end.
+        prepared = {
+            "CUDA": (["build", built], ["run", built]),
+            **{name: (["python", name],) * 2 for name in ("triton_rowblock", "inductor", "cublas")},
         }
-        jobs = [(tool, whose) for tool in TOOLS for whose in kernels]
+        caches = {
+            f"{name}_CACHE_DIR": f"{scratch}/{name.lower()}" for name in ("TRITON", "TORCHINDUCTOR")
+        }
 
-        def look(job: tuple[str, str]) -> Done:
-            tool, whose = job
-            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
-            command += ["--target-processes", "all", sys.executable, script, *kernels[whose]]
-            return run(command, left, Path(scratch) / f"{tool}-{whose}.log")
+        def call(name: str, arguments: Sequence[str], *before: str) -> Done:
+            command = [*before, sys.executable, str(ROOT / "scripts" / "sanitize.py"), *arguments]
+            left = limit - (time.monotonic() - began)
+            return run(command, left, Path(scratch) / f"{name}.log", **caches)
 
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            looked = dict(zip(jobs, pool.map(look, jobs), strict=True))
+        def look(whose: str) -> dict[str, Done]:
+            preparation, arguments = prepared[whose]
+            made = call(whose, preparation)
+            if made.status != 0:
+                return {f"{whose} without a tool": made}
+
+            def under(tool: str) -> Done:
+                options = ("--tool", tool, "--error-exitcode", "99", "--target-processes", "all")
+                return call(f"{tool}-{whose}", arguments, "compute-sanitizer", *options)
+
+            with ThreadPoolExecutor(len(TOOLS)) as pool:
+                done = pool.map(under, TOOLS)
+                return {f"{tool} {whose}": result for tool, result in zip(TOOLS, done, strict=True)}
+
+        with ThreadPoolExecutor(len(prepared)) as pool:
+            looked = dict(job for jobs in pool.map(look, prepared) for job in jobs.items())
     log.write_text("\n\n".join(done.output for done in looked.values()), encoding="utf-8")
-    faults = {
-        " ".join(job): fault for job, done in looked.items() if (fault := sanitizer_fault(done))
-    }
+    faults = {job: fault for job, done in looked.items() if (fault := sanitizer_fault(done))}
     summary = "; ".join(f"{job}: {fault}" for job, fault in faults.items())
-    counts = {"passed": len(jobs) - len(faults), "failed": len(faults)}
+    counts = {"passed": len(looked) - len(faults), "failed": len(faults)}
     seconds = time.monotonic() - began
     return outcome(not faults, summary or f"{', '.join(TOOLS)} clean", seconds, **counts)
 

@@ -86,6 +86,31 @@ def test_what_a_sanitizer_says(status: int | None, output: str, fault: str) -> N
     assert gpu_suite.sanitizer_fault(Done(status, output, 7.0)) == fault
 
 
+def test_every_tool_looks_at_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    broken = ""
+
+    def run(command: list[str], limit: float, log: Path, **environment: str) -> Done:
+        ran.append(command)
+        clean = "ERROR SUMMARY: 0 errors" if "--tool" in command else ""
+        return Done(int(command[-1] == broken), CALLED + clean, 1.0)
+
+    monkeypatch.setattr(gpu_suite, "run", run)
+    monkeypatch.setattr(gpu_suite.shutil, "which", lambda name: f"/usr/bin/{name}")
+    found = gpu_suite.run_sanitizer(tmp_path, 60)
+    assert (found["result"], found["passed"], found["failed"]) == ("passed", 16, 0)
+    tools = [command[command.index("--tool") + 1] for command in ran if "--tool" in command]
+    assert {tool: tools.count(tool) for tool in gpu_suite.TOOLS} == dict.fromkeys(
+        gpu_suite.TOOLS, 4
+    )
+    assert "compute-sanitizer" not in ran[0]  # compiled before
+
+    broken = "inductor"
+    found = gpu_suite.run_sanitizer(tmp_path, 60)
+    assert (found["result"], found["passed"], found["failed"]) == ("failed", 12, 1)
+    assert found["summary"] == "inductor without a tool: exit status 1 and no summary"
+
+
 def test_rows_of_the_bench() -> None:
     rows = [
         {"kernel": k, "engine": "e", "n_depth": 128, "avg_ts": 100.0, "pct_read_bw": 50.0}

@@ -28,7 +28,7 @@ def test_a_passed_receipt_says_where() -> None:
     if receipt["result"] == "passed":
         assert receipt["environment"]["gpu"]
         assert receipt["parts"]["tests"]["passed"] > 100
-        assert receipt["parts"]["sanitizer"]["passed"] == 12
+        assert receipt["parts"]["sanitizer"]["passed"] == 16
         assert {row["kernel"] for row in receipt["parts"]["bench"]["rows"]} >= {"fused", "cublas"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -13,6 +14,9 @@ from minidecode.errors import MinidecodeError
 SUMMARY = "torch.compile (inductor), autotuned for each shape"
 DTYPES = ("fp16", "fp32")
 DEVICES = ("cuda",)
+
+# What torch calls mode "max-autotune-no-cudagraphs".
+OPTIONS: dict[str, Any] = {"max_autotune": True, "coordinate_descent_tuning": True}
 
 # A model has a handful of shapes and `gemv` tables a few dozen; each is a compilation of its own.
 MAX_SHAPES = 256
@@ -46,7 +50,7 @@ def _compiled() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
     config.recompile_limit = max(config.recompile_limit, MAX_SHAPES)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * MAX_SHAPES)
     compiled: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = torch.compile(
-        _matvec, mode="max-autotune-no-cudagraphs", dynamic=False
+        _matvec, options=OPTIONS, dynamic=False
     )
     return compiled
 
