@@ -234,12 +234,12 @@ def sanitizer_fault(done: Done) -> str:
     # What kind of summary a tool prints is its own affair; all of them name a number.
     summaries = re.findall(r"SUMMARY: (.*)", done.output)
     faults: list[str] = [s for s in summaries if not re.match(r"0 (errors|hazards)\b", s)]
-    called = re.search(r"sanitize\.py: (\d+) calls .* 0 wrong", done.output)
+    called = re.search(r"sanitize\.py: (\d+) calls .* (\d+) refused, 0 wrong", done.output)
     if faults:
         return faults[0]
     if not summaries:
         return f"exit status {done.status} and no summary"
-    if done.status == 0 and called is not None and int(called.group(1)) > 0:
+    if done.status == 0 and called is not None and int(called[1]) > int(called[2]):
         return ""
     return f"exit status {done.status}"
 

@@ -7,6 +7,7 @@ they have changed since. `scripts/gpu_suite.sh` writes it.
     python scripts/receipt.py show                is it of these sources, and what does it say
     python scripts/receipt.py take FILE           put a receipt from a GPU machine in place
     python scripts/receipt.py not-run "REASON"    say that these sources were run nowhere, and why
+    python scripts/receipt.py not-run "REASON" PART ...     or only not all of these parts
 
 A receipt says "passed" only for what the suite itself saw pass.
 """
@@ -119,11 +120,29 @@ def make(
     }
 
 
-def not_run(reason: str, root: Path = ROOT) -> dict[str, Any]:
-    """The receipt of sources that were run nowhere. Raises ReceiptError without a reason."""
+def not_run(
+    reason: str,
+    parts: Sequence[str] = PARTS,
+    earlier: Mapping[str, Any] | None = None,
+    root: Path = ROOT,
+) -> dict[str, Any]:
+    """The receipt of sources of which these parts were not run, or not to their end.
+
+    `earlier` gives the others, if it is of these sources. Raises ReceiptError without a reason.
+    """
     if len(reason.split()) < 3:
         raise ReceiptError("say in a few words why these sources were not run on a GPU")
-    return {**make({}, None, root=root), "reason": reason.strip()}
+    if unknown := sorted(set(parts) - set(PARTS)):
+        raise ReceiptError(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    environment = earlier["environment"] if earlier else None
+    made = make({}, environment, earlier, root)
+    kept = {name: part for name, part in made["parts"].items() if name not in parts}
+    result, why = result_of(kept)
+    if result == FAILED:
+        raise ReceiptError(f"of these sources is known what failed: {why}")
+    environment = environment if kept else None
+    stated = {"result": result, "reason": reason.strip(), "environment": environment}
+    return {**made, **stated, "parts": kept}
 
 
 def problem(receipt: Mapping[str, Any], root: Path = ROOT) -> str:
@@ -151,11 +170,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("show")
     commands.add_parser("take").add_argument("file", type=Path)
-    commands.add_parser("not-run").add_argument("reason")
+    unseen = commands.add_parser("not-run")
+    unseen.add_argument("reason")
+    unseen.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     args = parser.parse_args(arguments)
     try:
         if args.command == "not-run":
-            write(not_run(args.reason))
+            write(not_run(args.reason, args.parts or PARTS, read() if args.parts else None))
         elif args.command == "take":
             taken = read(args.file)
             if taken.get("sources") != source_hash():

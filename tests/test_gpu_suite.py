@@ -77,6 +77,7 @@ CALLED = "sanitize.py: 90 calls of 16 files, 4 refused, 0 wrong\n"
         (1, CALLED + "========= ERROR SUMMARY: 0 errors", "exit status 1"),
         (0, "========= ERROR SUMMARY: 0 errors", "exit status 0"),
         (0, CALLED.replace("90", "0") + "========= ERROR SUMMARY: 0 errors", "exit status 0"),
+        (0, CALLED.replace("4 r", "90 r") + "========= ERROR SUMMARY: 0 errors", "exit status 0"),
         (1, CALLED.replace("0 wrong", "2 wrong") + "ERROR SUMMARY: 0 errors", "exit status 1"),
         (0, CALLED, "exit status 0 and no summary"),
         (None, "", "no end after 7 s"),

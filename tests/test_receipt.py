@@ -111,7 +111,7 @@ def test_parts_add_up_over_runs_on_the_same_sources(root: Path) -> None:
     ],
 )
 def test_an_edited_receipt_is_noticed(root: Path, edit: dict[str, Any], words: str) -> None:
-    receipt = receipts.not_run("no GPU was to be had", root)
+    receipt = receipts.not_run("no GPU was to be had", root=root)
     assert receipts.problem(receipt, root) == ""
     assert words in receipts.problem({**copy.deepcopy(receipt), **edit}, root)
 
@@ -119,7 +119,24 @@ def test_an_edited_receipt_is_noticed(root: Path, edit: dict[str, Any], words: s
 @pytest.mark.parametrize("reason", ["", "   ", "no GPU"])
 def test_not_run_needs_a_reason(root: Path, reason: str) -> None:
     with pytest.raises(receipts.ReceiptError, match="why"):
-        receipts.not_run(reason, root)
+        receipts.not_run(reason, root=root)
+
+
+def test_a_part_that_was_not_run_leaves_the_others(root: Path) -> None:
+    machine = {"gpu": "H200"}
+    ran = receipts.make({**ALL, "sanitizer": BAD}, machine, root=root)
+    told = receipts.not_run("the tool did not start", ["sanitizer"], ran, root)
+    assert (told["result"], told["reason"]) == ("not run", "the tool did not start")
+    assert (told["parts"], told["environment"]) == ({"tests": GOOD, "bench": GOOD}, machine)
+    assert receipts.problem(told, root) == ""
+    assert receipts.make({"sanitizer": GOOD}, machine, told, root)["result"] == "passed"
+    with pytest.raises(receipts.ReceiptError, match="3 failed"):
+        receipts.not_run("the tool did not start", ["bench"], ran, root)
+    with pytest.raises(receipts.ReceiptError, match="no part 'docs'"):
+        receipts.not_run("the tool did not start", ["docs"], ran, root)
+    (root / "minidecode/decode.py").write_text("changed\n")
+    later = receipts.not_run("the tool did not start", ["sanitizer"], ran, root)
+    assert (later["parts"], later["environment"]) == ({}, None)
 
 
 def test_commands(
@@ -133,6 +150,7 @@ def test_commands(
     assert "cannot be read" in capsys.readouterr().err
     assert receipts.main(["not-run", "because"]) == 1
     assert receipts.main(["not-run", "no machine was lent"]) == 0
+    assert receipts.main(["not-run", "no machine was lent", "bench"]) == 0
     assert "no machine was lent" in capsys.readouterr().out
     made = tmp_path / "made.json"
     made.write_text(json.dumps(receipts.make(ALL, {"gpu": "H200"})))
