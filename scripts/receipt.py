@@ -15,6 +15,7 @@ A receipt says "passed" only for what the suite itself saw pass.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import hashlib
 import json
@@ -126,9 +127,11 @@ def not_run(
     earlier: Mapping[str, Any] | None = None,
     root: Path = ROOT,
 ) -> dict[str, Any]:
-    """The receipt of sources of which these parts were not run, or not to their end.
+    """The receipt of sources of which these parts were not run, or not as they should be.
 
-    `earlier` gives the others, if it is of these sources. Raises ReceiptError without a reason.
+    `earlier` gives the others, if it is of these sources; what the suite said of one of these parts
+    where it failed is added to the reason. Raises ReceiptError without a reason, and where one of
+    the others failed.
     """
     if len(reason.split()) < 3:
         raise ReceiptError("say in a few words why these sources were not run on a GPU")
@@ -140,8 +143,10 @@ def not_run(
     result, why = result_of(kept)
     if result == FAILED:
         raise ReceiptError(f"of these sources is known what failed: {why}")
-    environment = environment if kept else None
-    stated = {"result": result, "reason": reason.strip(), "environment": environment}
+    reason = reason.strip()
+    if made["result"] == FAILED:
+        reason += f"; the suite said {made['reason']}"
+    stated = {"result": result, "reason": reason, "environment": environment if kept else None}
     return {**made, **stated, "parts": kept}
 
 
@@ -176,7 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         if args.command == "not-run":
-            write(not_run(args.reason, args.parts or PARTS, read() if args.parts else None))
+            earlier = None
+            with contextlib.suppress(ReceiptError):
+                earlier = read()
+            write(not_run(args.reason, args.parts or PARTS, earlier))
         elif args.command == "take":
             taken = read(args.file)
             if taken.get("sources") != source_hash():

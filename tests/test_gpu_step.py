@@ -326,7 +326,7 @@ def test_attention_with_every_split(
             check_attention(case, out, qkv, cache, before, str(split))
 
 
-@pytest.mark.parametrize("head_dim", [2, 20, 34, 72, 136, 160, 256, 320, 512])
+@pytest.mark.parametrize("head_dim", [2, 20, 34, 130, 250, 320, 512])
 def test_attention_of_any_head_size(random: torch.Generator, head_dim: int) -> None:
     for gqa in ((1, 1), (6, 2), (7, 1)):
         for i, position in enumerate(POSITIONS):

@@ -104,7 +104,13 @@ def test_every_tool_looks_at_every_kernel(tmp_path: Path, monkeypatch: pytest.Mo
     assert {tool: tools.count(tool) for tool in gpu_suite.TOOLS} == dict.fromkeys(
         gpu_suite.TOOLS, 4
     )
-    assert "compute-sanitizer" not in ran[0]  # compiled before
+    for name in ("triton_rowblock", "inductor", "cublas"):
+        own = [command for command in ran if command[-1] == name]
+        assert ["--tool" in command for command in own] == [False, True, True, True, True]
+    builds = [i for i, command in enumerate(ran) if "build" in command]
+    runs = [i for i, command in enumerate(ran) if "run" in command]
+    assert (len(builds), len(runs)) == (1, 4)
+    assert builds[0] < runs[0]  # compiled before a tool looks
 
     broken = "inductor"
     found = gpu_suite.run_sanitizer(tmp_path, 60)

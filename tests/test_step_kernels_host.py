@@ -472,7 +472,16 @@ def test_attention_of_every_ratio(gqa: tuple[int, int]) -> None:
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 8, 16, 31, 32])
 def test_splits(splits: int) -> None:
     for i, position in enumerate((0, 5, 130, 700)):  # blocks without a position, and all with some
-        for head_dim, warps in ((64, 4), (64, 16), (100, 0), (104, 4), (128, 4), (256, 2)):
+        for head_dim, warps in (
+            (64, 4),
+            (64, 16),
+            (104, 4),
+            (128, 4),
+            (256, 2),
+            (100, 0),
+            (130, 0),
+            (320, 0),
+        ):
             case = Case(3, 1, head_dim, position, warps, splits, order=(i + splits) % 4)
             assert wrong_attention(case) == "", case
 
@@ -516,9 +525,9 @@ def test_drawn_attention(gqa: tuple[int, int], **fields: Any) -> None:
     assert wrong_attention(case) == "", case
 
 
-@pytest.mark.parametrize("warps", [0, 4, 8])
-def test_large_scores_stay_finite(warps: int) -> None:
-    case = Case(2, 1, 128, 20, warps=warps)
+@pytest.mark.parametrize(("warps", "splits"), [(0, 1), (4, 1), (8, 1), (0, 4), (8, 2)])
+def test_large_scores_stay_finite(warps: int, splits: int) -> None:
+    case = Case(2, 1, 128, 20, warps=warps, splits=splits)
     b = fill(case)
     for rows in (b.qkv, b.rope):
         rows.flags.writeable = True
@@ -527,14 +536,17 @@ def test_large_scores_stay_finite(warps: int) -> None:
     b.keys[:, :20] = 200.0
     b.values[:, :20] = 0.5
     b.rope[:] = (1.0, 0.0)
+    if splits > 1:  # what the first split has is as far below
+        b.keys[:, slice(0, 20, splits) if warps == 0 else slice(0, 16)] = -200.0
+        b.qkv[2] = -200.0
     assert call_attention(case, b) == 0
     np.testing.assert_allclose(b.out.astype(np.float32), 0.5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("warps", [0, 8])
-def test_values_that_are_not_finite_are_not_hidden(warps: int) -> None:
+@pytest.mark.parametrize(("warps", "splits"), [(0, 1), (8, 1), (0, 32), (8, 2)])
+def test_values_that_are_not_finite_are_not_hidden(warps: int, splits: int) -> None:
     for place in ("q", "old key", "old value", "new value"):
-        case = Case(2, 1, 64, 20, warps=warps)
+        case = Case(2, 1, 64, 20, warps=warps, splits=splits)
         b = fill(case)
         b.qkv.flags.writeable = True
         target = {"q": b.qkv[0], "old key": b.keys[0, 7], "old value": b.values[0, 7]}
