@@ -193,8 +193,9 @@ def end_calls() -> Iterator[Call]:
         (one, 0xBF800000_FFFFFFF8),
         (zero, 2**64 - 1),
     ):
+        writes = not stopped[0] and best != 2**64 - 1
         fields = (
-            unknown(hidden),
+            unknown(hidden) if writes else halves(hidden),
             halves(vocab, hidden),
             np.array([best], np.uint64),
             *(one.copy(), one.copy(), stopped.copy(), np.array([7, -1], np.int32)),

@@ -23,13 +23,19 @@ def test_receipt_is_of_these_sources() -> None:
     assert not problem, problem
 
 
-def test_a_passed_receipt_says_where() -> None:
+def test_a_receipt_says_where_and_what() -> None:
     receipt = receipts.read()
+    parts = receipt["parts"]
     if receipt["result"] == "passed":
+        assert set(parts) == set(receipts.PARTS)
+    if parts:
         assert receipt["environment"]["gpu"]
-        assert receipt["parts"]["tests"]["passed"] > 100
-        assert receipt["parts"]["sanitizer"]["passed"] == 16
-        assert {row["kernel"] for row in receipt["parts"]["bench"]["rows"]} >= {"fused", "cublas"}
+    if "tests" in parts:
+        assert parts["tests"]["passed"] > 100
+    if "sanitizer" in parts:
+        assert parts["sanitizer"]["passed"] == 16
+    if "bench" in parts:
+        assert {row["kernel"] for row in parts["bench"]["rows"]} >= {"fused", "cublas"}
 
 
 @pytest.fixture

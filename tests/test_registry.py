@@ -492,10 +492,13 @@ def test_side_stream_and_graph_give_what_eager_gives(name: str) -> None:
     call()
     eager = y.clone()
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    wanted = x.clone()
+    x.zero_()
     y.fill_(float("nan"))
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # on another stream the call would come before its input
+        x.copy_(wanted)
         call()
     torch.cuda.synchronize()
 

@@ -956,13 +956,18 @@ def test_parameters_are_laid_out_as_the_kernel_reads_them() -> None:
 # --- the read that ceilings are measured with -----------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [16, 4096, 100_000])
-def test_read_bandwidth_reads_the_whole_buffer_and_no_more(size: int) -> None:
-    data = constant(aligned(np.arange(size, dtype=np.uint8)))
-    out = np.zeros(1, np.float32)
-    status = library("read_bandwidth").call(
-        "minidecode_read",
-        *(data, ctypes.c_size_t(size // 16 * 16), out, 3, 64, STREAM),
-    )
-    assert status == 0
-    assert out[0] == 0.0
+@pytest.mark.parametrize("pieces", [1, 256, 6250])
+def test_read_bandwidth_reads_the_whole_buffer_and_no_more(pieces: int) -> None:
+    """The kernel says when all words, exclusive-or, are this one: wherever it is, it was read."""
+    data = aligned(np.zeros(4 * pieces, np.uint32))
+    last = 4 * pieces - 1
+    for place in sorted({0, last, *(min(769 * i, last) for i in range(33))}):
+        out = np.zeros(1, np.float32)
+        for expected in (1.0, 0.0):
+            data[place] = 0x9E3779B9 if expected else 0
+            status = library("read_bandwidth").call(
+                "minidecode_read",
+                *(data, ctypes.c_size_t(data.nbytes), out, 3, 64, STREAM),
+            )
+            assert (status, out[0]) == (0, expected), place
+            out[0] = 0.0
