@@ -244,7 +244,7 @@ def token_ids(raw: Mapping[str, Any], key: str, default: tuple[int, ...] = ()) -
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(_is_int(i) and i >= 0 for i in ids):
+    if not all(_is_int(i) and 0 <= i < 2**31 for i in ids):
         raise MinidecodeError(f"config.json: {key} must be a token id or a list of them: {value!r}")
     return tuple(dict.fromkeys(ids))
 

@@ -16,7 +16,7 @@ from minidecode.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-# FP32 has no reciprocal of a temperature much below this; the result is that of the limit.
+# FP32 has no reciprocal of much less. A temperature below it gives what this one gives.
 _SMALLEST = 1e-30
 
 
@@ -55,10 +55,10 @@ class Sampling:
             "finite and at least 0",
         )
         need(self.top_k >= 0, "--top-k", self.top_k, "at least 0")
-        need(0 < self.top_p <= 1, "--top-p", self.top_p, "above 0 and at most 1")
+        need(_SMALLEST <= self.top_p <= 1, "--top-p", self.top_p, "above 0 and at most 1")
         need(0 <= self.min_p <= 1, "--min-p", self.min_p, "from 0 to 1")
         need(
-            finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            _SMALLEST <= self.repetition_penalty <= 1 / _SMALLEST,
             "--repetition-penalty",
             self.repetition_penalty,
             "finite and above 0",

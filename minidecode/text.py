@@ -243,7 +243,7 @@ def _eos_of(path: Path) -> set[int]:
         raise MinidecodeError(f"{path}: not JSON: {_first_line(error)}") from error
     value = raw.get("eos_token_id") if isinstance(raw, dict) else None
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(type(i) is not int for i in ids):
+    if any(type(i) is not int or abs(i) >= 2**31 for i in ids):
         raise MinidecodeError(f"{path}: eos_token_id should be a number or a list, is {value!r}")
     return set(ids)
 

@@ -11,12 +11,17 @@ import argparse
 import importlib
 import importlib.util
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 from minidecode import __version__
+from minidecode.cli import streams
 from minidecode.errors import MinidecodeError
 
 # name -> what it does; its module has the same name.
@@ -33,15 +38,15 @@ COMMANDS = {
 }
 
 DESCRIPTION = """\
-Batch-one LLM decoding with swappable GEMV kernels, and the measurements that go with it.
+Batch-one LLM decoding with swappable GEMV kernels, and measurements of them.
 
-MODEL is a Hugging Face directory, a hub id (owner/name), synthetic:NAME (real dimensions, random
-weights) or example (the default: SmolLM2-135M-Instruct). KERNEL is a name from `kernels list`, a
-path to a .cu file, or path.py:function."""
+MODEL is a Hugging Face directory, a hub id (owner/name), synthetic:NAME (real
+dimensions, random weights) or example (the default: SmolLM2-135M-Instruct).
+KERNEL is a name from `kernels list`, a path to a .cu file, or path.py:function."""
 
 EPILOG = """\
-exit codes: 0 done, 1 failed, 2 wrong usage, 3 a kernel is wrong, 4 slower than allowed,
-5 something needed is missing, 130 interrupted"""
+exit codes: 0 done, 1 failed, 2 wrong usage, 3 a kernel is wrong, 4 slower than
+allowed, 5 something needed is missing, 130 interrupted"""
 
 INTERRUPTED = 130
 
@@ -73,21 +78,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def guarded(program: str, run: Callable[[], int]) -> int:
     """What `run` returns; whatever goes wrong in it is one line on stderr and an exit code."""
-    try:
-        code = run()
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has enough. Python would complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:
+    streams.prepare()
+    failed: Exception | None = None
+    with _noticed_interrupt() as interrupted:
+        try:
+            code = run()
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        except BrokenPipeError:
+            code = 0  # whoever read our output has enough
+        except Exception as error:
+            # A library that is interrupted may make an error of its own of it.
+            code, failed = (INTERRUPTED, None) if interrupted() else (1, error)
+    lost = streams.finish()
+    if failed is not None:
         if os.environ.get("MINIDECODE_DEBUG") == "1":
-            traceback.print_exc()
-        print(f"{program}: {_message(error)}", file=sys.stderr)
-        return error.exit_code if isinstance(error, MinidecodeError) else 1
+            traceback.print_exception(failed)
+        words = lost if lost and isinstance(failed, OSError) else _message(failed)
+        print(f"{program}: {words}", file=sys.stderr)
+        return failed.exit_code if isinstance(failed, MinidecodeError) else 1
+    if lost:
+        print(f"{program}: {lost}", file=sys.stderr)
+        return code or 1
     return code
+
+
+@contextmanager
+def _noticed_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yields whether Ctrl-C came, which raises KeyboardInterrupt as ever."""
+    came = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        raise KeyboardInterrupt
+
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    before = signal.signal(signal.SIGINT, handle) if ours else None
+    try:
+        yield lambda: came
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
 
 
 def _parser(arguments: Sequence[str]) -> Parser:

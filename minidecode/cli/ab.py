@@ -6,7 +6,7 @@ import argparse
 import functools
 import math
 
-from minidecode.cli import measure, options
+from minidecode.cli import measure, options, streams
 from minidecode.cli.progress import Progress
 from minidecode.errors import SlowerError, UsageError
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             measure.write({("--json", args.json): document})
     finally:
         if args.json is None or not measure.is_stdout(args.json):
-            print(writer("txt", "ab")(result, plain=measure.plain()), end="")
+            streams.show(writer("txt", "ab")(result, plain=measure.plain()))
     allowed = args.fail_if_slower
     if allowed is not None and 100.0 * (1.0 - result.ratio_high) > allowed and result.slower_pct:
         raise SlowerError(f"{result.sentence}: more than {allowed:g} % slower")

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from minidecode.cli import measure, options
+from minidecode.cli import measure, options, streams
 from minidecode.cli.progress import Progress
 from minidecode.errors import UsageError
 
@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
     chosen = args.output or ("txt" if sys.stdout.isatty() else "md")
     written = writer(chosen, "runs")
-    print(written(results, plain=measure.plain()) if chosen == "txt" else written(results), end="")
+    txt = chosen == "txt"
+    streams.show(written(results, plain=measure.plain()) if txt else written(results).encode())
     if chosen in ("txt", "md"):
         print(_apart(results[-1]), file=sys.stderr)
     return 0

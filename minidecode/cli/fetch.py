@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         if args.source is not None:
             directory = example.fetch(args.source, progress)
         else:
-            directory = resolve_model(args.model, None if args.quiet else progress)
+            directory = resolve_model(args.model, progress if progress.visible else None)
     open_checkpoint(directory)  # a broken download shows here, not when it is wanted
     print(directory)
     return 0

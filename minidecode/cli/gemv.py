@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minidecode.cli import measure, options
+from minidecode.cli import measure, options, streams
 from minidecode.cli.progress import Progress
 from minidecode.errors import MinidecodeError, MissingError, UsageError
 
@@ -83,13 +83,14 @@ def run(args: argparse.Namespace) -> int:
         print("minidecode: no read ceiling: it cannot be measured here, see env", file=sys.stderr)
     chosen = args.output or ("txt" if sys.stdout.isatty() else "md")
     written = writer(chosen, "gemv")
-    text = written(report, plain=measure.plain()) if chosen == "txt" else written(report)
+    txt = chosen == "txt"
+    table = written(report, plain=measure.plain()) if txt else written(report).encode()
     try:
         if args.png is not None:
             picture = functools.partial(writer("png", "gemv"), report)
             measure.write({("--png", args.png): picture})
     finally:
-        print(text, end="")
+        streams.show(table)
     return 0
 
 

@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from minidecode import models
     from minidecode.text import StopStrings, Text
 
     sampling = Sampling(
@@ -78,6 +79,10 @@ def run(args: argparse.Namespace) -> int:
     with Progress(args.quiet) as progress, options.show_builds(progress):
         directory = options.find_model(args, progress)
         progress(None, "reading the tokenizer")
+        if directory is not None:
+            models.load_config(
+                directory
+            )  # or the tokenizer's library speaks of what is wrong in it
         text = None if directory is None else Text(directory)
         ids = _encode(text, prompt, args)
         decoder = options.load(args, progress, directory)

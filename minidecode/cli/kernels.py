@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minidecode.cli import options
+from minidecode.cli import options, streams
 from minidecode.cli.progress import Progress
 from minidecode.errors import MissingError, UsageError
 
@@ -74,19 +75,27 @@ def _list(args: argparse.Namespace) -> int:
         print(json.dumps(document))
         return 0
     notes: dict[str, int] = {}
-    lines = [("name", "engine", "dtypes", "here", "from", "what")]
+    lines = [("name", "dtypes", "here", "from")]
     for row in rows:
         reason = row["unavailable"]
         here = "yes" if reason is None else f"no [{notes.setdefault(reason, len(notes) + 1)}]"
-        dtypes = " ".join(row["dtypes"])
-        lines.append((row["name"], row["engine"], dtypes, here, row["from"], row["summary"]))
+        lines.append((row["name"], " ".join(row["dtypes"]), here, row["from"]))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
+    whats = ["", *(row["summary"] for row in rows)]
+    for line, what in zip(lines, whats, strict=True):
         padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         print("  ".join(padded).rstrip())
+        _wrapped(what, " " * (widths[0] + 2))
     for reason, number in notes.items():
-        print(f"[{number}] {reason}")
+        _wrapped(f"[{number}] {reason}", "", "    ")
     return 0
+
+
+def _wrapped(text: str, indent: str, more: str = "") -> None:
+    for line in textwrap.wrap(
+        text, 80, initial_indent=indent, subsequent_indent=indent + more, break_long_words=False
+    ):
+        print(line)
 
 
 def _rows() -> list[dict[str, Any]]:
@@ -164,13 +173,14 @@ def _check(args: argparse.Namespace) -> int:
     everything = "all" in args.kernel
     reports: list[CheckReport] = []
     documents: list[dict[str, Any]] = []
+    problems = {gemv.name: _problem(gemv, device.type, args.dtype) for gemv in chosen}
+    if not everything:  # known before minutes of checking others
+        for problem in filter(None, problems.values()):
+            raise problem
     with Progress(args.quiet) as progress:
         for gemv in chosen:
-            problem = _problem(gemv, device.type, args.dtype)
-            if problem is not None:
-                if not everything:
-                    raise problem
-                _say(args, progress, f"{gemv.name}: not checked: {problem}")
+            if problems[gemv.name] is not None:
+                _say(args, progress, f"{gemv.name}: not checked: {problems[gemv.name]}")
                 continue
             start = time.perf_counter()
             progress(None, f"compiling {gemv.name}")
@@ -185,7 +195,7 @@ def _check(args: argparse.Namespace) -> int:
             seconds = time.perf_counter() - start
             _say(args, progress, *_lines(report, seconds, args.verbose))
     if args.json:
-        print(json.dumps(documents))
+        streams.show(f"{json.dumps(documents)}\n")
     for report in reports:
         report.require()
     if not reports:
@@ -262,8 +272,7 @@ def _say(args: argparse.Namespace, progress: Progress, *lines: str) -> None:
     if args.json:
         return
     progress.pause()
-    for line in lines:
-        print(line, flush=True)
+    streams.show("".join(f"{line}\n" for line in lines))
 
 
 # --- build ----------------------------------------------------------------------------------------

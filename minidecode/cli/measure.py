@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minidecode.cli import options
+from minidecode.cli import options, streams
 from minidecode.errors import MinidecodeError, UsageError
 
 if TYPE_CHECKING:
@@ -154,9 +154,7 @@ def write(contents: Mapping[tuple[str, str], Callable[[], str | bytes]]) -> None
 
 def _write(target: str, data: bytes) -> None:
     if is_stdout(target):
-        sys.stdout.flush()
-        sys.stdout.buffer.write(data)
-        sys.stdout.flush()
+        streams.show(data)
         return
     path = Path(target).expanduser()
     if _is_special(path):

@@ -124,10 +124,10 @@ def device(text: str) -> str:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """A whole number of at least 1, and of no more than an int of C holds."""
     value = int(text) if text.isascii() and text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"not a whole number above 0: {text!r}")
+    if not 1 <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"not a whole number from 1 to 2147483647: {text!r}")
     return value
 
 

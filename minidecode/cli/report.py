@@ -6,7 +6,7 @@ import argparse
 import functools
 import importlib.util
 
-from minidecode.cli import measure, options
+from minidecode.cli import measure, options, streams
 from minidecode.cli.progress import Progress
 from minidecode.errors import MissingError, UsageError
 
@@ -85,8 +85,7 @@ def run(args: argparse.Namespace) -> int:
         measure.write(files)
     finally:
         if not any(map(measure.is_stdout, targets.values())):
-            table = writer("txt", "layers")(result, layers=args.layers, plain=measure.plain())
-            print(table, end="")
+            streams.show(writer("txt", "layers")(result, layers=args.layers, plain=measure.plain()))
     return 0
 
 
