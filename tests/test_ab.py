@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,24 @@ def test_arms_may_differ_by_twice_as_much() -> None:
     assert between.reason is None
 
 
+def test_arms_that_are_right_may_not_differ_by_more_than_that(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: str
+) -> None:
+    decoder = minidecode.load(tiny_model)
+    checker = gate.Gate(decoder, measure.gate_ids(decoder))
+    scales = iter((0.9801, 1.0199))  # 1.99 % from the reference, 4.06 % from each other
+    monkeypatch.setattr(gate, "teacher_forced", lambda *_: next(scales) * checker._reference)
+    plain = kernel_set(None, decoder.device)
+    with pytest.raises(KernelWrongError, match=r"against the A: relative error 4\.1e-02"):
+        checker.check([("A", plain), ("B", plain)], "before")
+
+
+def test_kl_is_that_from_the_reference() -> None:
+    quarter, half = torch.tensor([[1.0, 3.0]]).log(), torch.tensor([[2.0, 2.0]]).log()
+    expected = 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)
+    assert gate.compare(half, quarter).kl == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_distribution_that_moved() -> None:
     """All logits off by little, but the likely ones all downwards."""
     reference = torch.zeros(64, 1000)
@@ -146,9 +165,10 @@ def test_another_token_matters_only_where_the_choice_was_clear() -> None:
     agreement = gate.compare(tied, reference)
     assert agreement.reason is None
     assert agreement.top1_agreement == pytest.approx(63 / 64)
-    reference[3, 0] = 0.6
-    tied[3, 0], tied[3, 1] = 0.3, 0.31
+    reference[3, 0] = 0.2  # clear from 0.114 on, between arms from twice that
+    tied[3, 0], tied[3, 1] = 0.1, 0.11
     assert "clear choice at position 3" in str(gate.compare(tied, reference).reason)
+    assert gate.compare(tied, reference, 2.0).reason is None
 
 
 def test_the_gate_sees_through_what_another_kernel_left_behind(
@@ -175,6 +195,9 @@ def test_the_gate_takes_the_model_s_own_tokens(tiny_model: str, tmp_path: Path) 
     bare = measure.gate_ids(minidecode.load(tmp_path / "bare"))
     assert len(set(bare)) > 20
     assert max(bare) < tiny.VOCAB
+    tiny.build(tmp_path / "fewer", tokenizer=True, vocab_size=90)  # the tokenizer has 97
+    fewer = measure.gate_ids(minidecode.load(tmp_path / "fewer"))
+    assert bytes(fewer[1:8]) == bytes(ord(c) - 29 for c in "Alice a")
     short = minidecode.load(tiny_model, max_context=40)
     assert len(measure.gate_ids(short)) == 40
 
@@ -220,10 +243,12 @@ def test_a_wrong_kernel_decodes_nothing(
     assert cli.main(["generate", directory, "--prompt", "hi", "--kernel", RIGHT]) == 0
 
 
+@pytest.mark.parametrize("command", [["ab", "torch"], ["bench", "-p", "0", "--kernel"]])
 def test_a_kernel_that_becomes_wrong_while_it_is_timed(
-    capsys: pytest.CaptureFixture[str], tiny_model: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: str, command: list[str]
 ) -> None:
-    assert cli.main(["ab", "torch", user("wrong_later"), "-m", tiny_model]) == 3
+    own = shutil.copy(FIXTURES / "user_kernels.py", tmp_path)  # imported anew: no calls yet
+    assert cli.main([*command, f"{own}:wrong_later", "-m", tiny_model]) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "after the timed part" in captured.err
@@ -233,7 +258,14 @@ def test_a_kernel_that_becomes_wrong_while_it_is_timed(
 
 
 def test_the_arms_take_turns(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> None:
-    order = timed_by(monkeypatch, lambda i: 5.0, lambda i: 4.0, lambda i: 5.0)
+    # The medians are 4 and 2; pair by pair B is 4, 2 and 4 times as fast.
+    a, b = [2.0] * 4 + [4.0] * 4 + [8.0] * 4, [0.5] * 4 + [2.0] * 8
+    order = timed_by(
+        monkeypatch,
+        lambda i: a[i // 2] if i % 2 else 5.0,  # every other sample of A is one of the noise
+        lambda i: b[i - 1],
+        lambda i: 5.0,
+    )
     decoder = minidecode.load(tiny_model)
     plain = kernel_set(None, decoder.device)
     result = ab.run(
@@ -242,18 +274,21 @@ def test_the_arms_take_turns(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -
         ("torch", plain),
         gate.random_ids(tiny.VOCAB),
         n=4,
-        depth=8,
+        depth=80,
         rounds=12,
         model="little",
         command="",
         environment=Environment(minidecode="0", time="", python="", os="", cpu=""),
     )
     assert order == [0, 1, 0, 2, 1, 0, 2, 0] * 6
-    assert result.a.samples_us == (5.0,) * 12
-    assert result.b.samples_us == (4.0,) * 12
+    assert result.a.samples_us == tuple(a)
+    assert result.b.samples_us == tuple(b)
     assert result.noise_samples_us == (5.0,) * 24
-    assert result.ratio == pytest.approx(1.25)
+    assert result.ratio == pytest.approx(4.0)
+    assert result.drift_pct == pytest.approx(300.0)
     assert result.verdict == FASTER
+    # Where the gate's 64 tokens did not reach, the cache is still as it was timed.
+    assert 0.9 < float(decoder.state.keys[:, :, 64:80].float().std()) < 1.1
 
 
 def test_the_same_kernel_twice_is_no_difference(
@@ -286,6 +321,8 @@ def test_the_document_holds_everything(capsys: pytest.CaptureFixture[str], tiny_
         for against in ("fp32 reference", "fp32 reference", "torch")
     ]
     assert all(g.passed and g.positions == 64 and g.rel_err is not None for g in result.gates)
+    config = minidecode.load(tiny_model).config
+    assert result.a.bytes_per_token == config.weight_bytes() + config.kv_read_bytes(20)
     assert result.a.tokens_s == pytest.approx(1e6 / result.a.step_us)
     assert result.a.pct_read_bw == pytest.approx(100 * (result.a.gb_s or 0) / 20.0)
     assert result.a.served_from_cache is (result.a.pct_read_bw > 100)
@@ -303,11 +340,12 @@ def test_the_table_ends_with_the_verdict(
     assert cli.main(["ab", "torch", RIGHT, "-m", tiny_model, "--json", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
+    assert any(line.split()[:5] == ["A", "torch", "(torch)", "125,000.0", "8.00"] for line in lines)
     assert "is 0.800x as fast as torch" in " ".join(lines[-2:])
     assert ABResult.from_dict(json.loads(file.read_text())).verdict == SLOWER
 
 
-@pytest.mark.parametrize(("b_us", "code"), [(10.0, 0), (10.4, 0), (10.6, 4), (9.0, 0)])
+@pytest.mark.parametrize(("b_us", "code"), [(10.0, 0), (10.54, 0), (10.55, 4), (9.0, 0)])
 def test_fail_if_slower(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -315,6 +353,7 @@ def test_fail_if_slower(
     b_us: float,
     code: int,
 ) -> None:
+    """The interval ends 0.2 % above the ratio: 1.002 / 1.0548 is 5 % below 1."""
     timed_by(monkeypatch, lambda i: 10.0, lambda i: b_us, lambda i: 10.0)
     arguments = ["ab", "torch", RIGHT, "-m", tiny_model, "--fail-if-slower", "5"]
     assert cli.main(arguments) == code

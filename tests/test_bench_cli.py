@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 
 import minidecode
 from minidecode import cli
-from minidecode.bench import device, throughput
+from minidecode.bench import device, gate, throughput
 from minidecode.bench.throughput import Case
 from minidecode.errors import MinidecodeError
 from minidecode.plan.state import NON_FINITE, PENDING
@@ -97,10 +101,9 @@ def test_bytes_are_those_of_the_positions_in_the_middle(
     config = minidecode.load(tiny_model).config
     runs = bench(capsys, "-m", tiny_model, "-p", "0", "-n", "5", "-d", "0,100", "-r", "1")
     kv = 2 * 2 * config.num_layers * config.kv_size
-    assert runs[1]["bytes_per_token"] - runs[0]["bytes_per_token"] == 100 * kv
-    # One row of the embedding is read as well.
-    weights = config.weight_bytes() + 2 * config.hidden_size
-    assert runs[0]["bytes_per_token"] == pytest.approx(weights + 3 * kv, rel=0.01)
+    # The third of five steps sees two tokens and its own, after the depth.
+    expected = [config.weight_bytes() + rows * kv for rows in (3, 103)]
+    assert [run["bytes_per_token"] for run in runs] == expected
 
 
 def test_every_length_depth_and_kernel_in_one_call(
@@ -122,7 +125,17 @@ def test_every_length_depth_and_kernel_in_one_call(
 
 
 def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> None:
-    """A warm-up and r repeats, each from the depth on, over a cache that is not zeros."""
+    """A warm-up and r repeats, each from the depth on, over a cache that is not zeros.
+
+    By this clock the warm-up takes 1 ms, the first repeat 2 ms and so on.
+    """
+    now = 0
+
+    def take(ms: int) -> None:
+        nonlocal now
+        now += 1_000_000 * ms
+
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter_ns=lambda: now))
     decoder = minidecode.load(tiny_model)
     decoder.prepare(64)
     runner = decoder.runner()
@@ -131,11 +144,12 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> N
 
     def step(n: int) -> None:
         steps.append((decoder.state.enqueued, n))
+        take(len(steps))
         real(n)
 
     monkeypatch.setattr(runner, "step", step)
-    environment = device.environment("cpu")
-    throughput.run_case(
+    environment = dataclasses.replace(device.environment("cpu"), commit="0123456789ab")
+    run = throughput.run_case(
         decoder,
         decoder.kernel_set,
         Case(0, 5, 20),
@@ -144,6 +158,10 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> N
         environment=environment,
     )
     assert steps == [(20, 5)] * 4
+    assert run.samples_ns == (2e6, 3e6, 4e6)
+    assert run.step_us == 600.0
+    assert run.build_commit == "0123456789ab"
+    assert throughput.timed_steps(decoder, runner, depth=20, n=5) == 1_000.0
     cache = decoder.state.keys[:, :, :20].float()
     assert 0.9 < float(cache.std()) < 1.1
     assert not torch.equal(decoder.state.keys, decoder.state.values)
@@ -154,15 +172,17 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> N
 
     def prefill(ids: list[int], *, start: int = 0) -> torch.Tensor:
         starts.append(start)
-        assert len(ids) == 7
+        take(len(starts))
+        assert ids == gate.random_ids(tiny.VOCAB, 7)
         return whole(ids, start=start)
 
     monkeypatch.setattr(decoder, "prefill", prefill)
     prompt = Case(7, 0, 20)
-    throughput.run_case(
+    run = throughput.run_case(
         decoder, decoder.kernel_set, prompt, repeats=2, model="", environment=environment
     )
     assert starts == [20] * 3
+    assert run.samples_ns == (2e6, 3e6)
 
 
 @pytest.mark.parametrize("value", [NON_FINITE, PENDING])
@@ -176,6 +196,44 @@ def test_a_step_without_a_token_is_an_error(tiny_model: str, value: int) -> None
     decoder.state.out[5] = value
     with pytest.raises(MinidecodeError, match="position 5"):
         throughput.check_tokens(decoder, runner, 0, 8)
+
+
+@pytest.mark.parametrize(
+    "timed",
+    [
+        lambda *case: throughput.timed_steps(*case, depth=3, n=4),
+        lambda *case: throughput._text_ns(*case, 3, 4),
+    ],
+)
+def test_steps_that_give_no_token_get_no_time(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: str, timed: Callable[..., float]
+) -> None:
+    decoder = minidecode.load(tiny_model)
+    decoder.prepare(32)
+    runner = decoder.runner()
+    monkeypatch.setattr(runner, "step", lambda n: None)
+    with pytest.raises(MinidecodeError, match="the step at position 3 gave no token"):
+        timed(decoder, runner)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"), [(134_515_008, "134.52M"), (10**9, "1.00B"), (8_030_000_000, "8.03B")]
+)
+def test_parameters_are_counted_as_llama_bench_does(parameters: int, text: str) -> None:
+    assert throughput._count(parameters) == text
+
+
+@pytest.mark.parametrize("command", ["bench", "generate"])
+def test_the_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    def parsed(*options: str) -> tuple[str | None, str]:
+        args = cli._parser([command]).parse_args([command, *options])
+        return args.kernel, args.device
+
+    assert parsed() == (None, "auto")
+    monkeypatch.setenv("MINIDECODE_KERNEL", "mine.cu")
+    monkeypatch.setenv("MINIDECODE_DEVICE", "cuda:3")
+    assert parsed() == ("mine.cu", "cuda:3")
+    assert parsed("--kernel", "torch", "--device", "cpu") == ("torch", "cpu")
 
 
 def test_markdown_has_llama_bench_s_columns(

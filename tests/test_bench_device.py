@@ -42,7 +42,7 @@ def test_environment_names_the_commit_of_a_checkout() -> None:
     command = ["git", "-C", str(root), "rev-parse", "HEAD"]
     head = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     assert commit is not None
-    assert head.startswith(commit.removesuffix("-dirty"))
+    assert commit.removesuffix("-dirty") == head[:12]
 
 
 @pytest.fixture

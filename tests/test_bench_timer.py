@@ -1,10 +1,11 @@
-"""Timers: on the CPU against calls of known length."""
+"""Timers: on the CPU against calls of known length, by a clock that only they move."""
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,29 +14,37 @@ from minidecode.bench import timer
 from minidecode.errors import MinidecodeError
 
 
-def sleeper(seconds: float, log: list[str] | None = None, name: str = "") -> Callable[[], None]:
-    def call() -> None:
-        if log is not None:
-            log.append(name)
-        time.sleep(seconds)
-
-    return call
-
-
-def test_time_callable_measures_one_call() -> None:
-    timing = timer.time_callable(sleeper(2e-3), "cpu", samples=5, inner=2)
-    assert len(timing.samples_us) == 5
-    assert 2_000 <= timing.median_us < 20_000
-    assert timing.median_us <= timing.p95_us <= max(timing.samples_us)
-
-
-def test_time_rotation_runs_every_call_equally_often() -> None:
+def calls_that_take(
+    monkeypatch: pytest.MonkeyPatch, **us: float
+) -> tuple[list[Callable[[], None]], list[str]]:
+    """A call for each name, which moves the clock on by so much, and the log of all of them."""
     log: list[str] = []
-    calls = [sleeper(1e-3, log, name) for name in "abc"]
-    timing = timer.time_rotation(calls, "cpu", samples=4, sample_us=5_000)
-    assert 1_000 <= timing.median_us < 20_000
-    assert log == ["a", "b", "c"] * (len(log) // 3)
-    assert len(timing.samples_us) == 4
+
+    def now() -> int:
+        return round(sum(1e3 * us[name] for name in log))
+
+    monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter_ns=now))
+    return [functools.partial(log.append, name) for name in us], log
+
+
+def test_time_callable_measures_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    (call,), log = calls_that_take(monkeypatch, a=7.0)
+    timing = timer.time_callable(call, "cpu", samples=5, inner=2)
+    assert timing.samples_us == (7.0,) * 5
+    assert len(log) == 2 + 5 * 2
+
+
+def test_time_rotation_runs_every_call_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, log = calls_that_take(monkeypatch, a=1.0, b=2.0, c=6.0)
+    timing = timer.time_rotation(calls, "cpu", samples=4, sample_us=20.0)
+    assert timing.samples_us == (3.0,) * 4
+    # Captured, then a guess of 2 + 3 rounds, then a warm-up of 2 and samples of 3.
+    assert log == ["a", "b", "c"] * (1 + 5 + 2 + 4 * 3)
+
+
+def test_the_percentiles_of_a_timing() -> None:
+    timing = timer.Timing((3.0, 1.0, 2.0))
+    assert (timing.median_us, timing.p95_us) == pytest.approx((2.0, 2.9))
 
 
 def test_copies_go_beyond_the_cache() -> None:
