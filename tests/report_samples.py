@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -330,3 +331,18 @@ def check_result(**changes: Any) -> CheckResult:
         "environment": environment(),
     }
     return CheckResult(**{**values, **changes})
+
+
+def md_tables(text: str) -> list[list[list[str]]]:
+    """The tables as lists of rows of cells, split where GitHub splits: at unescaped pipes."""
+    found: list[list[list[str]]] = []
+    inside = False
+    for line in text.splitlines():
+        if line.startswith("|"):
+            assert line.endswith("|")
+            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line[1:-1])]
+            if not inside:
+                found.append([])
+            found[-1].append(cells)
+        inside = line.startswith("|")
+    return found

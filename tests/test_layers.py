@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from report_samples import environment
 
 import minidecode
 from minidecode import cli, example
@@ -331,6 +333,31 @@ def test_the_same_plan_is_itself() -> None:
     assert list(found.values()) == [row.exposed[0] for row in COMPOSED.rows]
 
 
+def test_each_time_gets_into_its_field(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> None:
+    decoder = minidecode.load(tiny_model, device="cpu")
+    decoder.prepare(64)
+    kernels = decoder.kernel_set
+    ops = decoder.runner().plan(20).ops[:2]
+    first = OpTimes(("f<1>()",), [float(us) for us in range(21)], [13.0, 14.0, 99.0], [17.0])
+    mine = StepTimes(kernels, "e", ops, [first, OpTimes((), [30.0] * 21)], [50.0, 60.0, 90.0])
+    other = StepTimes(kernels, "e", ops, [OpTimes((), [7.0]), OpTimes((), [8.0])], [70.0])
+
+    def measured(*_: object) -> list[StepTimes]:
+        filled = (decoder.state.keys[:, :, :20], decoder.state.values[:, :, :20])
+        assert all(bool(cache.all()) for cache in filled)  # as after a real text
+        return [mine, other]
+
+    monkeypatch.setattr(layers, "_measure_cpu", measured)
+    found = layers.report(
+        decoder, kernels, vs=kernels, depth=20, model="m", command="c", environment=environment()
+    )
+    fields = [(r.median_us, r.p95_us, r.duration_us, r.alone_us, r.vs_us) for r in found.rows]
+    assert fields == [(10.0, 19.0, 14.0, 17.0, 7.0), (30.0, 30.0, None, None, 8.0)]
+    assert [row.kernels for row in found.rows] == [("f",), ()]
+    assert (found.step_us, found.recorded_step_us, found.vs_step_us) == (60.0, 40.0, 70.0)
+    assert (found.engine, found.samples, found.unexplained_us) == ("e", 21, 20.0)
+
+
 # --- the command on a CPU -------------------------------------------------------------------------
 
 
@@ -531,20 +558,40 @@ def test_stdout_has_one_document(
         (["--html", "/no/such/folder/r.html"], 2, "--html"),
         (["--json", "."], 2, "--json"),
         (["--json", "/proc/x.json"], 2, "--json /proc/x.json"),
-        (["--json", "/tmp/r", "--html", "/tmp/../tmp/r"], 2, "--html and --json cannot both be"),
+        (["--json", "{0}/r", "--html", "{0}/../{0.name}/r"], 2, "--html and --json cannot both be"),
         (["-d", "5000"], 1, "context limit of 256"),
         (["--kernel", f"{HOSTILE}:zeros"], 3, "zeros is wrong"),
         (["--vs", f"{HOSTILE}:nan", "--only", "down"], 3, "nan is wrong"),
     ],
 )
 def test_what_is_refused(
-    capsys: pytest.CaptureFixture[str], tiny_model: str, arguments: list[str], code: int, said: str
+    capsys: pytest.CaptureFixture[str],
+    tiny_model: str,
+    tmp_path: Path,
+    arguments: list[str],
+    code: int,
+    said: str,
 ) -> None:
-    assert cli.main(["report", "-m", tiny_model, *arguments]) == code
+    words = [word.format(tmp_path) for word in arguments]
+    assert cli.main(["report", "-m", tiny_model, *words]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert said in captured.err
+
+
+def test_a_kernel_that_becomes_wrong_while_it_is_measured(
+    capsys: pytest.CaptureFixture[str], tiny_model: str, tmp_path: Path
+) -> None:
+    # A copy counts its calls from 0, whatever ran before in this process.
+    kernel = shutil.copy(HOSTILE.parents[1] / "user_kernels.py", tmp_path)
+    page = tmp_path / "r.html"
+    arguments = ["--kernel", f"{kernel}:wrong_later", "--device", "cpu", "--html", str(page)]
+    assert cli.main(["report", "-m", tiny_model, *arguments]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "after the timed part" in captured.err
+    assert not page.exists()
 
 
 def test_a_swap_of_the_head_folds_its_helpers(

@@ -142,6 +142,8 @@ def test_layer_report_adds_up() -> None:
     assert report.sum_us == 10.0
     assert report.unexplained_us == 2.5
     assert report.unexplained_pct == 20.0
+    faster = layer_report(rows=rows, step_us=8.0)  # than its ops while they were recorded
+    assert (faster.unexplained_us, faster.unexplained_pct) == (-2.0, -25.0)
     assert report.bytes == 18_000_000
     assert report.gb_s == pytest.approx(1440.0)
     assert report.pct_read_bw == pytest.approx(36.0)

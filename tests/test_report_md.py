@@ -11,26 +11,11 @@ from report_samples import (
     environment,
     gemv_report,
     layer_report,
+    md_tables,
     run,
 )
 
 from minidecode.report import md
-
-
-def tables(text: str) -> list[list[list[str]]]:
-    """The tables as lists of rows of cells, split where GitHub splits: at unescaped pipes."""
-    found: list[list[list[str]]] = []
-    inside = False
-    for line in text.splitlines():
-        if line.startswith("|"):
-            assert line.endswith("|")
-            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line[1:-1])]
-            if not inside:
-                found.append([])
-            found[-1].append(cells)
-        inside = line.startswith("|")
-    return found
-
 
 TEXTS = {
     "layers": md.layers(layer_report()),
@@ -45,7 +30,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_table_is_rectangular(name: str) -> None:
-    found = tables(TEXTS[name])
+    found = md_tables(TEXTS[name])
     assert found
     for table in found:
         assert len(table) >= 3
@@ -54,7 +39,7 @@ def test_every_table_is_rectangular(name: str) -> None:
 
 
 def test_runs_have_llama_benchs_columns_in_its_order() -> None:
-    (table,) = tables(md.runs([run(), run(n_prompt=512, n_gen=0, n_depth=0)]))
+    (table,) = md_tables(md.runs([run(), run(n_prompt=512, n_gen=0, n_depth=0)]))
     heads = table[0]
     theirs = ["model", "size", "params", "backend", "test", "t/s"]
     assert [head for head in heads if head in theirs] == theirs
@@ -67,20 +52,20 @@ def test_runs_have_llama_benchs_columns_in_its_order() -> None:
     assert first["backend"] == "CUDA"
     assert table[3][heads.index("test")] == "pp512"
     small = run(model_size=269_060_280, model_n_params=134_515_008)
-    cells = tables(md.runs([small]))[0][2]
+    cells = md_tables(md.runs([small]))[0][2]
     assert cells[1:3] == ["256.60 MiB", "134.52 M"]
 
 
 def test_names_cannot_break_a_table_or_start_markup() -> None:
     name = "a|b_<script>*x*[y](z)`c`"
-    (table,) = tables(md.runs([run(kernel=name, model_type="_m_\nn")]))
+    (table,) = md_tables(md.runs([run(kernel=name, model_type="_m_\nn")]))
     assert table[2][4] == r"a\|b\_\<script>\*x\*\[y](z)\`c\`"
     assert table[2][0] == r"\_m\_ n"
 
 
 def test_layers_list_every_op_and_the_command() -> None:
     report = layer_report(vs=True)
-    totals, rows = tables(TEXTS["vs"])
+    totals, rows = md_tables(TEXTS["vs"])
     assert [row[0] for row in rows[2:]] == [row.name for row in report.rows]
     assert [row[0] for row in totals[2:]] == [
         *(total.name for total in report.by_kind),
@@ -101,13 +86,13 @@ def test_a_command_with_backticks_stays_a_code_block() -> None:
 
 def test_ab_leads_with_the_verdict() -> None:
     assert TEXTS["ab"].startswith("**half2_stream is 1.231x as fast as cublas")
-    arms, gates = tables(TEXTS["ab"])
+    arms, gates = md_tables(TEXTS["ab"])
     assert [row[1] for row in arms[2:]] == ["cublas", "half2_stream"]
     assert len(gates) == 2 + 4
 
 
 def test_gemv_marks_what_a_cache_served() -> None:
-    (table,) = tables(TEXTS["gemv"])
+    (table,) = md_tables(TEXTS["gemv"])
     share = table[0].index("% read")
     cached = [row for row in table[2:] if row[0] == "half2_stream" and row[1] == "1024 × 1024"]
     assert [row[share] for row in cached] == ["cache"]
@@ -116,5 +101,5 @@ def test_gemv_marks_what_a_cache_served() -> None:
 
 
 def test_check_shows_every_case() -> None:
-    (table,) = tables(TEXTS["check"])
+    (table,) = md_tables(TEXTS["check"])
     assert [row[5] for row in table[2:]] == ["yes", "no", "not supported"]
