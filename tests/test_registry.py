@@ -467,6 +467,14 @@ def test_kernels_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_kernels_check_begins_when_all_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = Path(__file__).parent / "fixtures" / "hostile" / "hostile.py"
+    assert cli.main(["kernels", "check", f"{wrong}:zeros", "cublas"]) == 5
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "minidecode: kernel cublas needs a cuda device, and this is cpu\n")
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_kernels_build_without_cuda_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["kernels", "build"]) == 5
     error = capsys.readouterr().err
