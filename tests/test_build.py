@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -653,25 +652,44 @@ def test_a_damaged_library_is_built_again(
     assert status(build.run_builds([plan_])[0]) == 7
 
 
-@needs_nvcc
-def test_a_live_builder_is_waited_for(
-    tmp_path: Path, linkable: Path, phases: list[tuple[str, str]]
-) -> None:
-    from filelock import FileLock
+HOLDER = """
+import select, sys, time
+from pathlib import Path
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    select.select([sys.stdin], [], [], 20)  # until the other one waits
+    time.sleep(2)
+    Path(sys.argv[2]).touch()
+"""
 
-    plan_ = build.plan_build(write_kernel(tmp_path), ARCH)
+
+@needs_nvcc
+def test_a_live_builder_in_another_process_is_waited_for(
+    tmp_path: Path, linkable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, ended = write_kernel(tmp_path), tmp_path / "ended"
     linkable.mkdir(parents=True)
-    lock = FileLock(f"{plan_.directory}.lock")
-    lock.acquire()
-    worker = threading.Thread(target=build.run_builds, args=([plan_],))
-    worker.start()
-    deadline = time.monotonic() + 30
-    while not phases and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert phases == [("mine", "waiting")]
-    lock.release()
-    worker.join(60)
-    assert phases == [("mine", "waiting"), ("mine", "compiling"), ("mine", "done")]
+    lock = f"{build.plan_build(source, ARCH).directory}.lock"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, lock, ended], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    stdin, stdout = holder.stdin, holder.stdout
+    assert stdin is not None
+    assert stdout is not None
+    assert stdout.readline() == b"held\n"
+    seen: list[tuple[str, bool]] = []
+
+    def on_build(_: str, phase: str) -> None:
+        seen.append((phase, ended.exists()))
+        if phase == "waiting":
+            stdin.close()
+
+    monkeypatch.setattr(build, "on_build", on_build)
+    assert status(compile_(source)) == 7
+    assert seen == [("waiting", False), ("compiling", True), ("done", True)]
+    assert holder.wait(10) == 0
+    stdout.close()
 
 
 BUILDER = """

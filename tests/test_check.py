@@ -55,13 +55,18 @@ def test_a_right_kernel_passes_every_case() -> None:
     assert len(seen) == len(report.cases) > 100
     assert {case.dtype for case in report.cases} == {"fp16", "fp32"}
     shapes = {(case.n, case.k) for case in report.cases}
-    assert {(n, k) for n in (1, 3, 1000) for k in (1, 2, 3, 7, 255, 257, 1056, 1152, 2049)} < shapes
+    odd_k = (1, 2, 3, 7, 255, 257, 1056, 1152, 2049, 2176, 4095)
+    assert {(n, k) for n in (1, 3, 1000) for k in odd_k} < shapes
     assert {(65536, 64), (128256, 64), (151936, 64), (49152, 576)} < shapes
+    # A rest of either parity and none, one row and many.
+    off = {(1, 2), (3, 7), (1000, 257), (1000, 1056), (1000, 2049), (64, 4096)}
+    for which in ("w", "x", "y", "w, x and y"):
+        name = f"{which} one element off alignment"
+        assert {(case.n, case.k) for case in report.cases if case.name == name} == off
     names = {case.name for case in report.cases}
     assert {
         "weights of 1e-4",
         "200 x ±200 in turn",
-        "w one element off alignment",
         "twenty calls with fresh inputs",
         "after being timed",
     } <= names

@@ -52,6 +52,22 @@ def refuses(directory: Path, says: str) -> str:
     return str(error.value)
 
 
+def refuses_unopened(directory: Path, says: str) -> str:
+    """`refuses`, and until then no shard was opened, from Python in whatever way."""
+    opened: list[str] = []
+
+    def watching(file: Any, *args: Any, real_open: Any = open, **kwargs: Any) -> Any:
+        opened.append(str(file))
+        return real_open(file, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("builtins.open", "io.open"):
+            patch.setattr(name, watching)
+        said = refuses(directory, says)
+    assert [name for name in opened if name.endswith(".safetensors")] == []
+    return said
+
+
 def edit_index(directory: Path, name: str, entry: object) -> None:
     index = json.loads((directory / INDEX).read_text())
     index["weight_map"][name] = entry
@@ -176,21 +192,10 @@ def test_a_name_in_two_shards(tmp_path, sharded):
         "model\0.safetensors",
     ],
 )
-def test_shard_paths_that_leave_the_directory(tmp_path, sharded, where, monkeypatch):
+def test_shard_paths_that_leave_the_directory(tmp_path, sharded, where):
     other = tiny.build(tmp_path / "other", seed=1).directory
     edit_index(sharded.directory, "lm_head.weight", where.format(other=other))
-    opened: list[str] = []
-    real_open = open
-
-    def watching(file: Any, *args: Any, **kwargs: Any) -> Any:
-        opened.append(str(file))
-        return real_open(file, *args, **kwargs)
-
-    monkeypatch.setattr("builtins.open", watching)
-    said = refuses(sharded.directory, "not a safetensors file of the directory")
-    monkeypatch.undo()
-    assert INDEX in said
-    assert [name for name in opened if name.endswith(".safetensors")] == []
+    assert INDEX in refuses_unopened(sharded.directory, "not a safetensors file of the directory")
 
 
 @pytest.mark.parametrize("name", ["model-00003-of-00003.safetensors", "model.safetensors"])
@@ -199,14 +204,14 @@ def test_links_that_leave_the_directory(tmp_path, name):
     made = tiny.build(tmp_path / "m", shards=1 if name == "model.safetensors" else 3)
     (made.directory / name).unlink()
     (made.directory / name).symlink_to(outside)
-    refuses(made.directory, "link that leaves the model directory")
+    refuses_unopened(made.directory, "link that leaves the model directory")
 
 
 def test_linked_directories_on_the_way_to_a_shard(tmp_path, sharded):
     other = tiny.build(tmp_path / "other").directory
     (sharded.directory / "sub").symlink_to(other)
     edit_index(sharded.directory, "lm_head.weight", "sub/model.safetensors")
-    refuses(sharded.directory, "link that leaves the model directory")
+    refuses_unopened(sharded.directory, "link that leaves the model directory")
 
 
 def test_links_within_the_directory_and_to_the_directory_load(tmp_path, sharded):
@@ -261,7 +266,7 @@ def test_the_hub_caches_links_load(tmp_path, sharded, shared):
         shutil.copy(target, tmp_path / "blobs" / link.name)
         link.unlink()
         link.symlink_to(Path("../../../blobs") / link.name)
-    refuses(moved, "link that leaves the model directory")
+    refuses_unopened(moved, "link that leaves the model directory")
 
 
 def test_only_what_the_index_names_is_read(tmp_path, sharded):

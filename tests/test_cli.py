@@ -29,6 +29,7 @@ import torch
 import minidecode
 from minidecode import cli
 from minidecode.cli import generate, progress
+from minidecode.errors import MinidecodeError
 from minidecode.records import GenerateResult
 
 ROOT = Path(__file__).parent.parent
@@ -169,6 +170,13 @@ def test_a_broken_shard(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     shard.write_bytes(shard.read_bytes()[:-1])
     assert cli.main(["generate", str(tmp_path), "--prompt", "a"]) == 1
     assert shard.name in one_line(capsys)
+
+
+def test_a_head_that_is_in_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    untied = {"tie_word_embeddings": False}
+    tiny.build(tmp_path, tokenizer=True, tie_word_embeddings=True, write=untied)
+    assert cli.main(["generate", str(tmp_path), "--prompt", "a"]) == 1
+    assert "lm_head.weight" in one_line(capsys)
 
 
 def test_an_unknown_kind_of_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -346,6 +354,35 @@ def test_what_cannot_be_computed_is_null(
     assert "decode  –   – a token   –\n" in capsys.readouterr().err
 
 
+def test_a_ceiling_that_cannot_be_measured_costs_no_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, scripted: Any, model: str
+) -> None:
+    def fails(_: Any) -> float:
+        raise MinidecodeError("no room for it")
+
+    monkeypatch.setattr("minidecode.bench.device.read_bandwidth", fails)
+    scripted("abc")
+    assert cli.main(["generate", model, "--prompt", "a", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["text"], found["gb_s"]) == ("abc", pytest.approx(10.0))
+    assert found["read_bw_gb_s"] is found["pct_read_bw"] is None
+
+
+@pytest.mark.parametrize(("ceiling", "said"), [(1e-6, True), (9.99, True), (10.0, False)])
+def test_more_than_the_memory_gives_is_explained(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    scripted: Any,
+    model: str,
+    ceiling: float,
+    said: bool,
+) -> None:
+    monkeypatch.setattr("minidecode.bench.device.read_bandwidth", lambda _: ceiling)
+    scripted("abc")
+    assert cli.main(["generate", model, "--prompt", "a"]) == 0
+    assert ("GB/s measured: a cache served part of it\n" in capsys.readouterr().err) == said
+
+
 def test_a_stop_string_ends_the_run(
     capsys: pytest.CaptureFixture[str], scripted: Any, model: str
 ) -> None:
@@ -365,6 +402,18 @@ def test_what_looked_like_a_stop_string_is_printed_in_the_end(
     scripted("one two.")
     assert cli.main(["generate", model, "--prompt", "a", "--stop", ".."]) == 0
     assert capsys.readouterr().out == "one two."
+
+
+def test_a_character_cut_short_may_complete_a_stop_string(
+    capsys: pytest.CaptureFixture[str], scripted: Any, tmp_path: Path
+) -> None:
+    tiny.build(tmp_path)
+    decoder = scripted("")
+    decoder.script = tiny_tokenizers.byte_level(tmp_path).encode("hi 😸").ids[:-1]
+    run = ["generate", str(tmp_path), "--prompt", "a"]
+    for stop, expected in (("!", "hi \ufffd"), (" \ufffd", "hi")):
+        assert cli.main([*run, "--stop", stop]) == 0
+        assert capsys.readouterr().out == expected
 
 
 def test_the_options_reach_the_decoder(scripted: Any, tmp_path: Path) -> None:
@@ -517,16 +566,20 @@ def test_a_reader_that_has_enough(model: str) -> None:
 # Real runs
 
 
-def test_a_tiny_model_in_a_process_of_its_own(model: str) -> None:
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_tiny_model_in_a_process_of_its_own(model: str, device: str) -> None:
+    """The CPU needs no compiler: there, CUDA_HOME may be wrong."""
     run = subprocess_cli(
-        *["generate", model, "--prompt", "hi", "--max-new-tokens", "8", "--ignore-eos", "--json"]
+        *["generate", model, "--prompt", "hi", "--max-new-tokens", "8", "--ignore-eos", "--json"],
+        *["--device", device],
+        env={**os.environ, **({"CUDA_HOME": "/not/there"} if device == "cpu" else {})},
     )
     out, err = run.communicate(timeout=120)
     assert (run.returncode, err) == (0, "")
     found = json.loads(out)
     assert found["n_gen"] == 8
     assert found["stop_reason"] == "length"
-    assert found["kernel"] == "torch" or torch.cuda.is_available()
+    assert found["kernel"] == "torch" or (torch.cuda.is_available() and device == "auto")
     assert found["decode_tok_s"] > 0
     assert found["environment"]["torch"]
 
@@ -536,6 +589,57 @@ def generated(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> 
     assert cli.main(run) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def test_the_environment_has_the_defaults(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    run = ["generate", model, "--prompt", "a", "--max-new-tokens", "2"]
+    for name, value, said, code, option in (
+        ("MINIDECODE_KERNEL", "half2_blok", "did you mean half2_block", 2, "--kernel=torch"),
+        ("MINIDECODE_DEVICE", "cuda:99", "cuda:99", 5, "--device=cpu"),
+    ):
+        monkeypatch.setenv(name, value)
+        assert cli.main(run) == code
+        assert said in one_line(capsys)
+        run.append(option)
+    assert cli.main(run) == 0  # what is asked for wins
+
+
+def test_an_end_token_of_any_source_ends_the_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    made = tiny.build(tmp_path, tokenizer=True)
+    n = ["--max-new-tokens", "12"]
+    free = generated(capsys, str(tmp_path), "--ignore-eos", *n)["token_ids"]
+    end = next(token for i, token in enumerate(free) if i > 2 and token not in free[:i])
+    ids = [end, *sorted(set(range(3, tiny.VOCAB)) - set(free))[:3]]
+
+    def write(file: str, eos: Any, key: str = "eos_token_id") -> None:
+        path = made.directory / file
+        raw = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**raw, key: eos}))
+
+    for turn in range(4):
+        one, two, three, own = ids[turn:] + ids[:turn]
+        write("generation_config.json", [one, two])
+        write("config.json", three)
+        write("tokenizer_config.json", chr(own + 29), "eos_token")
+        found = generated(capsys, str(tmp_path), *n)
+        assert (found["stop_reason"], found["token_ids"]) == ("eos", free[: free.index(end)])
+
+
+def test_code_beside_a_model_is_never_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    names = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+    tiny.build(tmp_path / "m", tokenizer=True, write={"auto_map": names})
+    path = tmp_path / "m" / "tokenizer_config.json"
+    names["AutoTokenizer"] = ["evil.T", "evil.T"]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": names}))
+    (tmp_path / "m" / "evil.py").write_text(f"open({str(tmp_path / 'touched')!r}, 'w')\n")
+    assert generated(capsys, str(tmp_path / "m"), "--max-new-tokens", "2")["n_prompt"] == 3
+    assert not (tmp_path / "touched").exists()
 
 
 def test_seeds(capsys: pytest.CaptureFixture[str], model: str) -> None:

@@ -185,6 +185,8 @@ def test_qwen_layer_types_decide():
     assert parse(raw_config("qwen2")).windows == (None, None)
     on_only = {"use_sliding_window": True, "max_window_layers": 1}
     assert parse(raw_config("qwen3", **on_only)).windows == (None, 4096)
+    deep = {"use_sliding_window": True, "num_hidden_layers": 30}  # the first 28 stay full
+    assert parse(raw_config("qwen3", **deep)).windows == (None,) * 28 + (4096,) * 2
 
 
 def test_biases():
@@ -212,16 +214,34 @@ def test_end_tokens():
     assert parse(raw_config(eos_token_id=[5, 7, 5])).eos_token_ids == (5, 7)
     assert parse(raw_config(eos_token_id=0)).eos_token_ids == (0,)
     assert parse(raw_config(eos_token_id=None)).eos_token_ids == ()
-    absent = without(raw_config(), "eos_token_id", "bos_token_id")
-    assert parse(absent).eos_token_ids == (2,)
-    assert parse(absent).bos_token_id == 1
-    assert parse({**absent, "model_type": "qwen2"}).eos_token_ids == ()
-    assert parse({**absent, "model_type": "qwen2"}).bos_token_id is None
 
 
-def test_a_huge_context_costs_nothing():
-    config = parse(raw_config(max_position_embeddings=10_000_000))
-    assert config.max_position == 10_000_000
+@pytest.mark.parametrize("model_type", tiny.MODEL_TYPES)
+def test_absent_keys_mean_what_transformers_takes_them_for(model_type: str) -> None:
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    heads = ("num_attention_heads", "num_key_value_heads")
+    given = {key: tiny.BASE[key] for key in (*sizes, *heads)}
+    theirs = AutoConfig.for_model(model_type, **given)
+    ours = parse({"model_type": model_type, **given})
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.max_position == theirs.max_position_embeddings
+    assert ours.rope == RopeConfig(theirs.rope_parameters["rope_theta"])
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    assert ours.windows == (getattr(theirs, "sliding_window", None),) * 2
+
+
+@pytest.mark.parametrize(
+    "key", ["tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"]
+)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_a_switch_that_is_null_is_off(model_type: str, key: str) -> None:
+    null, off = (
+        parse(raw_config(model_type, sliding_window=4, max_window_layers=0, **{key: value}))
+        for value in (None, False)
+    )
+    assert null == off
 
 
 def test_quantised_weights_are_refused_by_name():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from decoding import IDS, check_closing, relative_error, token_by_token
 from safetensors.torch import load_file
 
 import minidecode
-from minidecode import models
+from minidecode import decode, models
 from minidecode.config import ModelConfig
 from minidecode.decode import PREFILL_CHUNK, Decoder, Runner
 from minidecode.errors import MinidecodeError, UsageError
@@ -336,9 +337,12 @@ def test_rope_table_at_long_positions(kind: str) -> None:
 
 
 def test_rms_norm_of_large_values() -> None:
-    x = torch.full((4096,), 300.0, dtype=torch.float16)
-    out = reference.rms_norm(x, torch.ones(4096, dtype=torch.float16), 1e-5)
-    assert torch.equal(out, torch.ones_like(out))
+    """A sum of squares in FP16 would be infinite, and the result 0."""
+    x, b = torch.full((4096,), 300.0, dtype=torch.float16), bench()
+    ones, out = torch.ones_like(x), torch.zeros_like(x)
+    assert torch.equal(reference.rms_norm(x, ones, 1e-5), ones)
+    reference.TorchHelpers(b.weights, b.state).rms_norm(out, x, None, ones)()
+    assert torch.equal(out, ones)
 
 
 # --- prefill --------------------------------------------------------------------------------------
@@ -537,9 +541,11 @@ def test_sampling_follows_the_distribution(made: Callable[..., tiny.Tiny]) -> No
 
 
 def test_repetition_penalty_counts_prompt_and_output(made: Callable[..., tiny.Tiny]) -> None:
-    decoder = load(made().directory)
-    tokens = list(decoder.generate(IDS, 40, Sampling(repetition_penalty=1e6)))
-    assert len(set(tokens) | set(IDS)) == 40 + len(set(IDS))
+    decoder, penalised = load(made().directory), Sampling(repetition_penalty=1e6)
+    expected = list(decoder.generate(IDS, 40, penalised))
+    assert len(set(expected) | set(IDS)) == 40 + len(set(IDS))
+    list(decoder.generate([5, 6], 40, penalised))  # of which the next text knows nothing
+    assert list(decoder.generate(IDS, 40, penalised)) == expected
 
 
 def test_eos_ends_the_loop_and_is_not_given(made: Callable[..., tiny.Tiny]) -> None:
@@ -621,6 +627,30 @@ def test_statistics(made: Callable[..., tiny.Tiny], n: int) -> None:
         assert last.step_us == pytest.approx(1e6 * last.decode_s / steps)
         kv = sum(decoder.config.kv_read_bytes(len(IDS) + i) for i in range(steps)) / steps
         assert last.bytes_per_token == pytest.approx(decoder.config.weight_bytes() + kv)
+
+
+def test_each_part_of_a_run_has_its_own_time(
+    made: Callable[..., tiny.Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, skew = load(made().directory), 0.0
+
+    def slow(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal skew
+            skew += seconds
+            return function(*arguments)
+
+        return call
+
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + skew)
+    monkeypatch.setattr(decode, "time", clock)
+    monkeypatch.setattr(decoder, "prefill", slow(200.0, decoder.prefill))
+    monkeypatch.setattr(decode, "sample", slow(1000.0, decode.sample))
+    list(decoder.generate(IDS, 3))
+    last = decoder.last
+    assert last is not None
+    parts = (last.prefill_s, last.ttft_s - last.prefill_s, last.decode_s)
+    assert parts == pytest.approx((200.0, 1000.0, 0.0), abs=20.0)
 
 
 def test_logits_hash_is_of_the_last_pick(made: Callable[..., tiny.Tiny]) -> None:

@@ -147,7 +147,16 @@ def test_special_tokens_are_not_text_but_added_words_are(byte_level: Text) -> No
 def test_a_continuation_keeps_the_space_that_a_text_of_its_own_loses(llama2: Text) -> None:
     prompt, next_ids = llama2.encode("Dear"), llama2.encode("a he")[1:]
     assert llama2.decode(next_ids) == "a he"
-    assert llama2.decode(next_ids, context=prompt) == " a he"
+    for before in (0, 20):  # what cannot be seen, as a chat may begin
+        context = [prompt[0]] * before + prompt
+        assert llama2.decode(next_ids, context) == " a he"
+
+
+def test_only_the_end_of_a_context_counts(byte_level: Text) -> None:
+    context = byte_level.encode("ab😸cd")
+    lone = byte_level._tokenizer.convert_tokens_to_ids("Ģ")  # 0x80, which could go on in the emoji
+    assert len(context) == 8
+    assert byte_level.decode([lone], context) == "\ufffd"
 
 
 def test_a_token_costs_the_same_late_in_a_long_text(byte_level: Text) -> None:

@@ -11,7 +11,7 @@ import tiny
 import torch
 
 import minidecode
-from minidecode import models
+from minidecode import loading, models
 from minidecode.checkpoint import open_checkpoint
 from minidecode.config import ModelConfig
 from minidecode.errors import MinidecodeError
@@ -199,6 +199,17 @@ def test_tensors_are_read_one_at_a_time(tmp_path: Path) -> None:
     names = {name: shape for name, (_, shape) in opened.names().items()}
     Weights.from_checkpoint(blueprint, CPU, names, one_at_a_time, "m", one_is_out)
     assert waiting == 0
+
+
+def test_weights_larger_than_the_free_memory_of_a_gpu_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "free_memory", lambda _: 3 << 29)
+    gpu = torch.device("cuda", 0)
+    loading._check_room(3 << 29, gpu, "m")
+    with pytest.raises(MinidecodeError) as caught:
+        loading._check_room((3 << 29) + 1, gpu, "m")
+    assert str(caught.value) == "m needs 1.5 GiB for its weights, cuda:0 has 1.5 GiB free"
 
 
 # --- random weights -------------------------------------------------------------------------------
