@@ -440,6 +440,6 @@ def _check_layer_types(types: object, windows: tuple[int | None, ...]) -> None:
 
 def _bos(raw: Mapping[str, Any], defaults: FamilyDefaults) -> int | None:
     bos = raw.get("bos_token_id", defaults.bos_token_id)
-    if bos is not None and (not _is_int(bos) or bos < 0):
+    if bos is not None and not (_is_int(bos) and 0 <= bos < 2**31):
         raise MinidecodeError(f"config.json: bos_token_id must be a token id or null: {bos!r}")
     return cast("int | None", bos)

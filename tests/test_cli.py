@@ -187,6 +187,23 @@ def test_an_unknown_kind_of_model(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "llama" in error
 
 
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({"rms_norm_eps": "1e-5"}, "config.json: rms_norm_eps must be a number: '1e-5'"),
+        ({"tie_word_embeddings": "yes"}, "config.json: tie_word_embeddings must be true or false"),
+        ({"bos_token_id": 2**31}, "config.json: bos_token_id must be a token id"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_bad_config_is_not_the_tokenizer_s(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, written: dict[str, Any], said: str
+) -> None:
+    tiny.build(tmp_path, tokenizer=True, write=written)
+    assert cli.main(["generate", str(tmp_path), "--prompt", "a"]) == 1
+    assert said in one_line(capsys)
+
+
 def test_a_model_without_a_tokenizer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tiny.build(tmp_path)
     assert cli.main(["generate", str(tmp_path), "--prompt", "a"]) == 1

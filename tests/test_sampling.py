@@ -126,11 +126,13 @@ def test_a_tiny_temperature_is_nearly_greedy(temperature: float) -> None:
         ({"temperature": math.inf}, "--temperature"),
         ({"top_k": -1}, "--top-k"),
         ({"top_p": 0.0}, "--top-p"),
+        ({"top_p": 1e-46}, "--top-p"),  # 0 in FP32
         ({"top_p": 1.1}, "--top-p"),
         ({"top_p": math.nan}, "--top-p"),
         ({"min_p": -0.1}, "--min-p"),
         ({"min_p": math.nan}, "--min-p"),
         ({"repetition_penalty": 0.0}, "--repetition-penalty"),
+        ({"repetition_penalty": 1e-40}, "--repetition-penalty"),  # an infinite logit
         ({"repetition_penalty": math.inf}, "--repetition-penalty"),
         ({"seed": -1}, "--seed"),
         ({"seed": 2**63}, "--seed"),

@@ -260,7 +260,10 @@ def test_every_eos_counts(tmp_path: Path) -> None:
     assert Text(tmp_path).eos_token_ids() == {1, 9}
 
 
-@pytest.mark.parametrize("content", ['{"eos_token_id": "</s>"}', '{"eos_token_id": [true]}', "{"])
+@pytest.mark.parametrize(
+    "content",
+    ['{"eos_token_id": "</s>"}', '{"eos_token_id": [true]}', f'{{"eos_token_id": {2**31}}}', "{"],
+)
 def test_an_eos_that_is_no_id_is_refused(tmp_path: Path, content: str) -> None:
     tiny_tokenizers.byte_level(tmp_path)
     text = Text(tmp_path)
