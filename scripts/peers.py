@@ -102,7 +102,7 @@ def _measure(
     environment = measure.environment(decoder, progress)
     model = options.model_name(args.model)
     kernels = decoder.kernel_set
-    decoder.prepare(case.positions)
+    decoder.prepare(case.positions(decoder))
     Gate(decoder, measure.gate_ids(decoder), progress).check([(kernels.name, kernels)], "before")
     ours = throughput.run_case(
         decoder,

@@ -106,6 +106,14 @@ def test_bytes_are_those_of_the_positions_in_the_middle(
     assert [run["bytes_per_token"] for run in runs] == expected
 
 
+def test_a_text_may_fill_the_context(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    directory = str(tiny.build(tmp_path, max_position_embeddings=80).directory)
+    (run,) = bench(capsys, "-m", directory, "-p", "0", "-n", "80", "-r", "1", "--device", "cpu")
+    assert run["n_gen"] == 80
+    assert cli.main(["bench", "-m", directory, "-p", "0", "-n", "81", "--device", "cpu"]) == 1
+    assert "81 tokens do not fit the context limit of 80" in capsys.readouterr().err
+
+
 def test_every_length_depth_and_kernel_in_one_call(
     capsys: pytest.CaptureFixture[str], tiny_model: str
 ) -> None:

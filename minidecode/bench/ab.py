@@ -51,7 +51,7 @@ def run(
     show = progress or (lambda share, label: None)
     # Sets of their own, so that each arm is captured for itself even when both have one kernel.
     sets = [a[1], dataclasses.replace(b[1]), dataclasses.replace(a[1])]
-    decoder.prepare(max(len(ids), steps.room(depth, n))).set_eos(())
+    decoder.prepare(max(len(ids), steps.room(decoder, depth, n))).set_eos(())
     gate = Gate(decoder, ids, progress)
     named = ((a[0], sets[0]), (b[0], sets[1]))
     before = gate.check(named, "before")

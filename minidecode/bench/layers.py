@@ -110,7 +110,7 @@ def report(
     Raises MinidecodeError when the depth does not fit the context, or when the profiler does not
     see the kernels that the plan launches.
     """
-    decoder.prepare(steps.room(depth, STEPS_PER_GRAPH)).set_eos(())
+    decoder.prepare(steps.room(decoder, depth, STEPS_PER_GRAPH)).set_eos(())
     steps.fill_cache(decoder, depth)
     sets = [kernels] if vs is None else [kernels, vs]
     on_gpu = decoder.device.type == "cuda"

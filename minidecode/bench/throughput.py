@@ -36,10 +36,11 @@ class Case:
     n_gen: int
     depth: int
 
-    @property
-    def positions(self) -> int:
+    def positions(self, decoder: Decoder) -> int:
         """What the KV cache must hold."""
-        return self.depth + self.n_prompt if self.n_prompt else room(self.depth, self.n_gen)
+        if self.n_prompt:
+            return self.depth + self.n_prompt
+        return room(decoder, self.depth, self.n_gen)
 
 
 def cases(prompts: list[int], texts: list[int], depths: list[int]) -> list[Case]:
@@ -56,9 +57,9 @@ def lead(decoder: Decoder) -> int:
     return STEPS_PER_GRAPH if decoder.device.type == "cuda" else 0
 
 
-def room(depth: int, n: int) -> int:
-    """Positions that `n` timed steps after `depth` tokens need, lead included, on any device."""
-    return max(depth, STEPS_PER_GRAPH) + n
+def room(decoder: Decoder, depth: int, n: int) -> int:
+    """Positions that `n` timed steps after `depth` tokens need, lead included."""
+    return max(depth, lead(decoder)) + n
 
 
 def fill_cache(decoder: Decoder, depth: int) -> None:
@@ -136,7 +137,7 @@ def run_case(
     when the test does not fit the context or a step gives no token.
     """
     on_gpu = decoder.device.type == "cuda"
-    state = decoder.prepare(case.positions)
+    state = decoder.prepare(case.positions(decoder))
     state.set_eos(())
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(decoder.device)

@@ -112,7 +112,7 @@ def _measure(
     decoder = measure.load(args, first, progress)
     cases = throughput.cases(args.prompts, args.texts, args.depths)
     # What does not fit should show before minutes of measuring, and one cache serves all.
-    decoder.prepare(max(case.positions for case in cases))
+    decoder.prepare(max(case.positions(decoder) for case in cases))
     environment = measure.environment(decoder, progress)
     named = [(kernels.name, kernels) for kernels in sets]
     gate = Gate(decoder, measure.gate_ids(decoder), progress) if any(args.texts) else None
