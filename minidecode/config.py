@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeGuard, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -238,18 +238,28 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed
 
 
-def token_ids(raw: Mapping[str, Any], key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+def token_ids(
+    raw: Mapping[str, Any],
+    key: str,
+    default: tuple[int, ...] = (),
+    *,
+    file: str | Path = "config.json",
+) -> tuple[int, ...]:
     """Token ids under `key`: one id, a list of ids or null; `default` when the key is absent."""
     value = raw.get(key, list(default))
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(_is_int(i) and 0 <= i < 2**31 for i in ids):
-        raise MinidecodeError(f"config.json: {key} must be a token id or a list of them: {value!r}")
+    if not all(map(_is_token_id, ids)):
+        raise MinidecodeError(f"{file}: {key} must be a token id or a list of them: {value!r}")
     return tuple(dict.fromkeys(ids))
 
 
-def _is_int(value: object) -> bool:
+def _is_token_id(value: object) -> bool:
+    return _is_int(value) and 0 <= value < 2**31
+
+
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -440,6 +450,6 @@ def _check_layer_types(types: object, windows: tuple[int | None, ...]) -> None:
 
 def _bos(raw: Mapping[str, Any], defaults: FamilyDefaults) -> int | None:
     bos = raw.get("bos_token_id", defaults.bos_token_id)
-    if bos is not None and not (_is_int(bos) and 0 <= bos < 2**31):
+    if bos is not None and not _is_token_id(bos):
         raise MinidecodeError(f"config.json: bos_token_id must be a token id or null: {bos!r}")
     return cast("int | None", bos)

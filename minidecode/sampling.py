@@ -55,13 +55,13 @@ class Sampling:
             "finite and at least 0",
         )
         need(self.top_k >= 0, "--top-k", self.top_k, "at least 0")
-        need(_SMALLEST <= self.top_p <= 1, "--top-p", self.top_p, "above 0 and at most 1")
+        need(_SMALLEST <= self.top_p <= 1, "--top-p", self.top_p, f"from {_SMALLEST} to 1")
         need(0 <= self.min_p <= 1, "--min-p", self.min_p, "from 0 to 1")
         need(
             _SMALLEST <= self.repetition_penalty <= 1 / _SMALLEST,
             "--repetition-penalty",
             self.repetition_penalty,
-            "finite and above 0",
+            f"from {_SMALLEST} to {1 / _SMALLEST}",
         )
         need(0 <= self.seed < 2**63, "--seed", self.seed, "from 0 to 2^63 - 1")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from minidecode.config import read_json, token_ids
 from minidecode.errors import MinidecodeError, MissingError, UsageError
 
 _INCOMPLETE = "\ufffd"
@@ -125,11 +125,11 @@ class Text:
 
     def eos_token_ids(self) -> frozenset[int]:
         """Every id that ends a text: generation_config's, config's and the tokenizer's together."""
-        ids = set()
+        ids: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             path = self.directory / name
             if path.is_file():
-                ids |= _eos_of(path)
+                ids |= {*token_ids(read_json(path), "eos_token_id", file=path)}
         own = self._tokenizer.eos_token_id
         return frozenset(ids if own is None else ids | {own})
 
@@ -234,18 +234,6 @@ def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`, short of all of it."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
-
-
-def _eos_of(path: Path) -> set[int]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise MinidecodeError(f"{path}: not JSON: {_first_line(error)}") from error
-    value = raw.get("eos_token_id") if isinstance(raw, dict) else None
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(type(i) is not int or abs(i) >= 2**31 for i in ids):
-        raise MinidecodeError(f"{path}: eos_token_id should be a number or a list, is {value!r}")
-    return set(ids)
 
 
 def _checked(text: str) -> str:

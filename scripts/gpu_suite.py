@@ -189,7 +189,7 @@ def run_sanitizer(folder: Path, limit: float) -> dict[str, Any]:
         return outcome(False, "compute-sanitizer is not on PATH", 0.0)
     with tempfile.TemporaryDirectory() as scratch:
         built = f"{scratch}/kernels"
-        # What the tools look at is compiled before: a compiler under a tool has no end.
+        # First without a tool, so that what it looks at is compiled and tuned by then.
         prepared = {
             "CUDA": (["build", built], ["run", built]),
             **{name: (["python", name],) * 2 for name in ("triton_rowblock", "inductor", "cublas")},

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 
 from minidecode import cli
-from minidecode.cli import measure, options
+from minidecode.cli import measure, options, streams
 from minidecode.cli.progress import Progress
 from minidecode.errors import MinidecodeError, UsageError
 
@@ -70,8 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from minidecode.report import writer
-
     names = [name for name in args.peers.split(",") if name]
     for name in names:
         if name not in PEERS:
@@ -82,9 +80,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress(args.quiet) as progress, options.show_builds(progress):
         runs, failed = _measure(args, names, progress)
     runs += theirs
-    written = writer(args.output, "runs")
-    text = written(runs, plain=measure.plain()) if args.output == "txt" else written(runs)
-    print(text, end="")
+    streams.show(measure.rendered(args.output, "runs", runs))
     for name, reason in failed.items():
         print(f"peers.py: {name} did not run: {reason}", file=sys.stderr)
     return 1 if failed else 0

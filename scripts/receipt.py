@@ -7,7 +7,7 @@ they have changed since. `scripts/gpu_suite.sh` writes it.
     python scripts/receipt.py show                is it of these sources, and what does it say
     python scripts/receipt.py take FILE           put a receipt from a GPU machine in place
     python scripts/receipt.py not-run "REASON"    say that these sources were run nowhere, and why
-    python scripts/receipt.py not-run "REASON" PART ...     or only not all of these parts
+    python scripts/receipt.py not-run "REASON" PART ...   say it of these parts alone
 
 A receipt says "passed" only for what the suite itself saw pass.
 """

@@ -88,18 +88,19 @@ def guarded(program: str, run: Callable[[], int]) -> int:
         except BrokenPipeError:
             code = 0  # whoever read our output has enough
         except Exception as error:
-            # A library that is interrupted may make an error of its own of it.
-            code, failed = (INTERRUPTED, None) if interrupted() else (1, error)
+            if interrupted():  # a library may make an error of its own of it
+                code = INTERRUPTED
+            else:
+                failed, code = error, error.exit_code if isinstance(error, MinidecodeError) else 1
     lost = streams.finish()
     if failed is not None:
         if os.environ.get("MINIDECODE_DEBUG") == "1":
             traceback.print_exception(failed)
         words = lost if lost and isinstance(failed, OSError) else _message(failed)
         print(f"{program}: {words}", file=sys.stderr)
-        return failed.exit_code if isinstance(failed, MinidecodeError) else 1
-    if lost:
+    elif lost:
         print(f"{program}: {lost}", file=sys.stderr)
-        return code or 1
+        code = code or 1
     return code
 
 

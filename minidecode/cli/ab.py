@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             measure.write({("--json", args.json): document})
     finally:
         if args.json is None or not measure.is_stdout(args.json):
-            streams.show(writer("txt", "ab")(result, plain=measure.plain()))
+            streams.show(measure.rendered("txt", "ab", result))
     allowed = args.fail_if_slower
     if allowed is not None and 100.0 * (1.0 - result.ratio_high) > allowed and result.slower_pct:
         raise SlowerError(f"{result.sentence}: more than {allowed:g} % slower")

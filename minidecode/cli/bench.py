@@ -83,12 +83,8 @@ def run(args: argparse.Namespace) -> int:
     sets = [kernel_set(spec, device) for spec in specs]
     with Progress(args.quiet) as progress, options.show_builds(progress):
         results = _measure(args, sets, specs[0], progress)
-    from minidecode.report import writer
-
     chosen = args.output or ("txt" if sys.stdout.isatty() else "md")
-    written = writer(chosen, "runs")
-    txt = chosen == "txt"
-    streams.show(written(results, plain=measure.plain()) if txt else written(results).encode())
+    streams.show(measure.rendered(chosen, "runs", results))
     if chosen in ("txt", "md"):
         print(_apart(results[-1]), file=sys.stderr)
     return 0

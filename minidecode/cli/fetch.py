@@ -24,17 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from minidecode import example
-    from minidecode.checkpoint import open_checkpoint, resolve_model
+    from minidecode.checkpoint import open_checkpoint
 
     if args.source is not None and args.model != "example":
         raise UsageError("--from is for the example model; leave MODEL out, or --from")
-    if args.model.startswith("synthetic:"):
-        raise UsageError(f"{args.model} is made where it runs, there is nothing to fetch")
     with Progress(args.quiet) as progress:
-        if args.source is not None:
-            directory = example.fetch(args.source, progress)
-        else:
-            directory = resolve_model(args.model, progress if progress.visible else None)
+        source = args.source
+        directory = (
+            options.find_model(args, progress)
+            if source is None
+            else example.fetch(source, progress)
+        )
+    if directory is None:
+        raise UsageError(f"{args.model} is made where it runs, there is nothing to fetch")
     open_checkpoint(directory)  # a broken download shows here, not when it is wanted
     print(directory)
     return 0

@@ -82,15 +82,12 @@ def run(args: argparse.Namespace) -> int:
     if report.read_bw_gb_s is None:
         print("minidecode: no read ceiling: it cannot be measured here, see env", file=sys.stderr)
     chosen = args.output or ("txt" if sys.stdout.isatty() else "md")
-    written = writer(chosen, "gemv")
-    txt = chosen == "txt"
-    table = written(report, plain=measure.plain()) if txt else written(report).encode()
     try:
         if args.png is not None:
             picture = functools.partial(writer("png", "gemv"), report)
             measure.write({("--png", args.png): picture})
     finally:
-        streams.show(table)
+        streams.show(measure.rendered(chosen, "gemv", report))
     return 0
 
 

@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from minidecode.cli import options, streams
 from minidecode.errors import MinidecodeError, UsageError
@@ -175,6 +175,16 @@ def _write(target: str, data: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
+
+
+def rendered(form: str, kind: str, result: object) -> str | bytes:
+    """What a writer makes of a result: a table for people, or the bytes of a document."""
+    from minidecode.report import writer
+
+    make = writer(form, kind)
+    if form == "txt":
+        return cast("str", make(result, plain=plain()))
+    return cast("str", make(result)).encode()
 
 
 def is_stdout(target: str) -> bool:
