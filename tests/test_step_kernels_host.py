@@ -555,6 +555,17 @@ def test_values_that_are_not_finite_are_not_hidden(warps: int, splits: int) -> N
         assert np.isnan(b.out[0]).all(), place
 
 
+@pytest.mark.parametrize("warps", [0, 8])
+@pytest.mark.parametrize(("position", "row"), [(1, 0), (4, 3), (20, 19), (65, 64)])
+def test_an_infinite_value_stays_infinite(warps: int, position: int, row: int) -> None:
+    case = Case(2, 1, 64, position, warps=warps)
+    b = fill(case)
+    b.values[0, row, 3] = np.inf
+    assert call_attention(case, b) == 0
+    assert np.isposinf(b.out[:, 3]).all()
+    assert np.isfinite(np.delete(b.out, 3, axis=1)).all()
+
+
 def test_what_attention_does_not_take() -> None:
     for case in (
         Case(2, 1, 20, 3),
@@ -568,6 +579,7 @@ def test_what_attention_does_not_take() -> None:
         Case(3, 2, 64, 3),
         Case(2, 1, 514, 3, warps=0),
         Case(2, 1, 20, 3, warps=0, splits=33),
+        Case(3, 2, 20, 3, warps=0),
     ):
         b = fill(case)
         assert call_attention(case, b) == NOT_SUPPORTED, case

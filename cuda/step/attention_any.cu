@@ -90,13 +90,12 @@ __global__ void __launch_bounds__(kThreads, 1) attend_any(const Attention a) {
     half2 v[kAtOnce][PAIRS];
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
-      // Those past the end read a row that is there, for a weight of 0.
-      const int position = p + n * stride < seen.last ? p + n * stride : p;
-      const size_t row = cache + static_cast<size_t>(position) * d;
+      const bool cached = p + n * stride < seen.last;
+      const size_t row = cache + static_cast<size_t>(p + n * stride) * d;
 #pragma unroll
       for (int j = 0; j < PAIRS; ++j) {
         const int i = 2 * (lane + j * kWarp);
-        const bool there = i < d;
+        const bool there = cached && i < d;
         const half2 none = __half2half2(half());
         const half2 stored = there ? *reinterpret_cast<const half2*>(a.keys + row + i) : none;
         v[n][j] = there ? *reinterpret_cast<const half2*>(a.values + row + i) : none;
@@ -188,7 +187,8 @@ MINIDECODE_EXPORT cudaError_t minidecode_attention_any(const minidecode::Attenti
                                                        cudaStream_t stream) {
   using namespace minidecode;
   const int d = args->head_dim;
-  if (d % 2 != 0 || d > 512 || args->splits < 1 || args->splits > kMaxSplits) {
+  if (d % 2 != 0 || d > 512 || args->heads % args->kv_heads != 0 || args->splits < 1 ||
+      args->splits > kMaxSplits) {
     return cudaErrorNotSupported;
   }
   LaunchShape shape;
