@@ -386,7 +386,7 @@ def test_splits_for_any_head_size(device: Device) -> None:
         counts = [split.splits for split in splits]
         assert counts[:2] == [1, 1]
         assert counts == sorted(counts)
-        assert counts[-1] == min(MAX_SPLITS, max(1, 4 * device.sms // heads))
+        assert counts[-1] == min(MAX_SPLITS, max(1, 8 * device.sms // heads))
         assert {split.splits for split in split_candidates(sizes, device)} >= {1, MAX_SPLITS}
     assert all(Heads(32, 8, d).on_tensor_cores for d in (64, 72, 80, 88, 104, 256))
 

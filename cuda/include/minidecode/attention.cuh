@@ -37,7 +37,7 @@ struct Attention {
   int capacity;
   int window;  // positions seen, its own included; 0 is all
   float eps;
-  int splits;   // blocks that share one KV head's context
+  int splits;   // blocks that share a context
   int context;  // the most positions that will be seen: sets how many tiles are in flight
 };
 
