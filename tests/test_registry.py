@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -555,3 +556,13 @@ def test_tensors_on_a_gpu_that_is_not_the_current_one() -> None:
         registry.gemvs()[name].bind(y, w, x)()
         assert relative_error(y, gemv_reference(w, x)) < 1e-3
         assert torch.cuda.current_device() == 0
+
+
+def test_what_a_users_file_prints_is_no_output_of_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / os.fsdecode(b"mine\xff.py")  # a name that is no UTF-8
+    path.write_text("print('imported')\ndef f(y, w, x):\n    print('called')\n    y.copy_(w @ x)\n")
+    y, w, x = operands(3, 5, torch.float32)
+    registry.resolve(f"{path}:f").bind(y, w, x)()
+    assert capsys.readouterr() == ("", "imported\ncalled\n")

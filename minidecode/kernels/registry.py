@@ -16,10 +16,12 @@ import ctypes
 import difflib
 import hashlib
 import importlib
+import os
 import re
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -202,11 +204,13 @@ class Gemv:
             try:
                 if path is not None:
                     _activate(path)
-                if index is None or torch.cuda.current_device() == index:
+                here = index is None or torch.cuda.current_device() == index
+                with (
+                    contextlib.nullcontext() if here else torch.cuda.device(index),
+                    # stdout is for texts and documents
+                    contextlib.nullcontext() if path is None else redirect_stdout(sys.stderr),
+                ):
                     function(y, w, x)
-                else:
-                    with torch.cuda.device(index):
-                        function(y, w, x)
             except MinidecodeError:
                 raise
             except NotImplementedError as error:
@@ -431,7 +435,7 @@ def _import_file(path: Path) -> ModuleType:
             return held.module
         _taken_out(held.helpers)
     source = path.read_bytes()
-    key = hashlib.sha256(str(path).encode() + b"\0" + source).hexdigest()[:16]
+    key = hashlib.sha256(os.fsencode(path) + b"\0" + source).hexdigest()[:16]
     module = ModuleType(f"minidecode_user_{path.stem}_{key}")
     module.__file__ = str(path)
     # Decorators such as triton.jit look their module up.
@@ -441,7 +445,8 @@ def _import_file(path: Path) -> ModuleType:
     # Compiled files are told apart by whole seconds and size alone: none are left for next time.
     written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+        with redirect_stdout(sys.stderr):
+            exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
         _taken_out(_helpers_since(before, path.parent))
