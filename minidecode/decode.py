@@ -16,6 +16,7 @@ import torch
 from minidecode.config import ModelConfig
 from minidecode.errors import MinidecodeError, UsageError
 from minidecode.kernels.tiles import Choices
+from minidecode.memory import is_out_of_memory
 from minidecode.models.stages import Attention, Blueprint, NormLinear
 from minidecode.plan import KernelSet, Plan, State, build_plan, reference
 from minidecode.plan.state import NON_FINITE, PENDING
@@ -200,7 +201,7 @@ class Decoder:
     def prepare(self, tokens: int) -> State:
         """Make sure that the KV cache holds `tokens` positions; what it held may be lost.
 
-        Raises MinidecodeError when that is more than the context limit.
+        Raises MinidecodeError when that is more than the context limit or than there is memory for.
         """
         if tokens > self.max_context:
             raise MinidecodeError(
@@ -209,8 +210,15 @@ class Decoder:
         if self._state is None or self._state.capacity < tokens:
             self._runners.clear()
             self._state = None
-            rounded = -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
-            self._state = State(self.config, self.device, min(rounded, self.max_context))
+            rounded = min(-(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP, self.max_context)
+            try:
+                self._state = State(self.config, self.device, rounded)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise MinidecodeError(
+                    f"there is no memory on {self.device} for a KV cache of {rounded} tokens"
+                ) from error
         return self._state
 
     def runner(self, kernels: KernelSet | None = None, *, sampled: bool = False) -> Runner:

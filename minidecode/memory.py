@@ -22,3 +22,10 @@ def free_memory(device: torch.device) -> int:
         text = ""
     found = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
     return int(found.group(1)) << 10 if found else 4 << 30
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocator raised it: the GPU's has a class of its own, the CPU's has none."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -739,3 +739,9 @@ def test_a_step_is_repeated_in_the_plan_of_the_graph_that_ran_it() -> None:
             runner.repeat()
             state.enqueued = ahead
             assert again[-1] == ran[stop], (first, n, stop)
+
+
+def test_a_cache_that_no_memory_holds_is_refused(tmp_path: Path) -> None:
+    directory = tiny.build(tmp_path, max_position_embeddings=2**31 - 1).directory
+    with pytest.raises(MinidecodeError, match="no memory on cpu for a KV cache of 2000000"):
+        minidecode.load(directory).prepare(2_000_000_000)

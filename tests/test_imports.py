@@ -32,7 +32,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "records": frozenset(),
     "loading": frozenset({"checkpoint", "decode", "memory", "models", "plan", "weights"}),
     "decode": frozenset(
-        {"config", "kernels.build", "kernels.tiles", "models", "plan", "sampling", "weights"}
+        {
+            *("config", "kernels.build", "kernels.tiles", "memory", "models", "plan"),
+            *("sampling", "weights"),
+        }
     ),
     "plan": frozenset({"config", "kernels", "models.stages", "plan", "sampling", "weights"}),
     "weights": frozenset({"checkpoint", "config", "models"}),

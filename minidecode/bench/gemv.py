@@ -20,6 +20,7 @@ from minidecode.errors import KernelWrongError, MinidecodeError
 from minidecode.kernels import build, ops, registry
 from minidecode.kernels.check import ROW_TOLERANCE, TINY, TOLERANCE, check
 from minidecode.kernels.ops import gemv_bytes
+from minidecode.memory import is_out_of_memory
 from minidecode.records import GemvReport, GemvRow, gb_per_s, percent
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def measure(
             read_us = _read_us(problem, device) if cold else None
             operands = _Operands(problem, copies, device)
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             reasons |= {(gemv.name, problem): f"too little memory for {problem}" for gemv in here}
             continue
@@ -221,13 +222,6 @@ def _read_us(problem: Problem, device: torch.device) -> float | None:
         return machine.read_us(device, problem.bytes)
     except MinidecodeError:
         return None
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocator raised it: the GPU's has a class of its own, the CPU's has none."""
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _copies(problem: Problem, device: torch.device) -> tuple[int, bool]:
