@@ -28,4 +28,4 @@ echo "clang-format"
 find cuda -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' \) \
   -exec clang-format --dry-run -Werror {} +
 echo "pytest"
-pytest "$@"
+pytest -n logical --maxprocesses 8 --dist worksteal "$@"
