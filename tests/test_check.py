@@ -238,9 +238,12 @@ def test_command_refuses_a_wrong_kernel(name: str, capsys: pytest.CaptureFixture
 
 
 def test_command_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["kernels", "check", "torch", "--dtype", "fp32", "--device", "cpu", "--json"]
+    arguments = ["kernels", "check", "all", "--dtype", "fp32", "--device", "cpu", "--json"]
     assert cli.main(arguments) == 0
-    (document,) = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    (document,) = json.loads(out)
+    assert "minidecode: cublas: not checked: kernel cublas needs a cuda device" in err
+    assert "minidecode: half2_block: not checked: kernel half2_block has no fp32" in err
     result = CheckResult.from_dict(document)
     assert result.passed
     assert len(result.cases) > 50
@@ -252,6 +255,7 @@ def test_command_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["nonsense"], 2, "unknown kernel 'nonsense'"),
         (["torch", "all"], 2, "all stands alone"),
+        (["torch", "fused"], 2, "fused is an engine"),
         (["/gone/k.cu"], 2, "no such kernel file"),
         (["naive", "--device", "cpu"], 5, "kernel naive needs a cuda device"),
         (["half2_block", "--dtype", "fp32", "--device", "cpu"], 2, "has no fp32"),

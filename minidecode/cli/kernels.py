@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -180,7 +181,11 @@ def _check(args: argparse.Namespace) -> int:
     with Progress(args.quiet) as progress:
         for gemv in chosen:
             if problems[gemv.name] is not None:
-                _say(args, progress, f"{gemv.name}: not checked: {problems[gemv.name]}")
+                skipped = f"{gemv.name}: not checked: {problems[gemv.name]}"
+                if args.json:
+                    print(f"minidecode: {skipped}", file=sys.stderr)
+                else:
+                    _say(progress, skipped)
                 continue
             start = time.perf_counter()
             progress(None, f"compiling {gemv.name}")
@@ -193,7 +198,8 @@ def _check(args: argparse.Namespace) -> int:
             reports.append(report)
             documents.append(_document(report, args))
             seconds = time.perf_counter() - start
-            _say(args, progress, *_lines(report, seconds, args.verbose))
+            if not args.json:
+                _say(progress, *_lines(report, seconds, args.verbose))
     if args.json:
         streams.show(f"{json.dumps(documents)}\n")
     for report in reports:
@@ -210,7 +216,7 @@ def _chosen(specs: list[str], all_word: str) -> list[Gemv]:
         if len(specs) > 1:
             raise UsageError(f"{all_word} stands alone")
         return list(registry.gemvs().values())
-    return [registry.resolve(spec) for spec in specs]
+    return [options.gemv_kernel(spec) for spec in specs]
 
 
 def _problem(gemv: Gemv, device: str, dtype: str | None) -> Exception | None:
@@ -268,9 +274,7 @@ def _lines(report: CheckReport, seconds: float, verbose: bool) -> list[str]:
     ]
 
 
-def _say(args: argparse.Namespace, progress: Progress, *lines: str) -> None:
-    if args.json:
-        return
+def _say(progress: Progress, *lines: str) -> None:
     progress.pause()
     streams.show("".join(f"{line}\n" for line in lines))
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minidecode.errors import UsageError
+
 if TYPE_CHECKING:
     from minidecode.cli.progress import Progress
     from minidecode.decode import Decoder
+    from minidecode.kernels.registry import Gemv
 
 SYNTHETIC = "synthetic:"
 MODEL_HELP = "directory, owner/name, synthetic:NAME or example (default: %(default)s)"
@@ -43,6 +46,18 @@ def check_kernel(spec: str | None) -> None:
 
     if spec not in (None, *registry.ENGINES):
         registry.resolve(spec, also=registry.ENGINES)
+
+
+def gemv_kernel(spec: str, also: Sequence[str] = ()) -> Gemv:
+    """The GEMV that a user names; UsageError for one that is not there, and for a whole engine.
+
+    `also` are names that the caller handles itself, to be listed among those there are.
+    """
+    from minidecode.kernels import registry
+
+    if spec in registry.ENGINES and spec not in registry.gemvs():
+        raise UsageError(f"{spec} is an engine, a whole decode step; this takes GEMVs alone")
+    return registry.resolve(spec, also)
 
 
 def check_device(name: str) -> None:
