@@ -141,13 +141,18 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(directory, _read_shards(directory, weight_map))
 
 
-def resolve_model(spec: str, progress: Callable[[float, str], None] | None = None) -> Path:
+def resolve_model(
+    spec: str,
+    progress: Callable[[float, str], None] | None = None,
+    *,
+    config_only: bool = False,
+) -> Path:
     """The directory of a model: a path, `example`, or a hub id (`owner/name`).
 
     An existing directory wins over a hub id of the same spelling. `example` and hub ids are
     fetched when they are not in the cache; `progress` gets the share done and what is going on
-    (the hub draws its own bars, unless there is no `progress`). Raises MinidecodeError when there
-    is no such model.
+    (the hub draws its own bars, unless there is no `progress`). With `config_only` a hub's model
+    comes without its weights and tokenizer. Raises MinidecodeError when there is no such model.
     """
     if spec == "example":
         from minidecode import example
@@ -164,14 +169,14 @@ def resolve_model(spec: str, progress: Callable[[float, str], None] | None = Non
     if os.path.exists(path):
         raise MinidecodeError(f"{path} is a file; a model is a directory with config.json")
     if _HUB_ID.fullmatch(spec):
-        return _from_hub(spec, quiet=progress is None)
+        return _from_hub(spec, ["config.json"] if config_only else _HUB_ALLOW, progress is None)
     raise MinidecodeError(
         f"there is no model {spec!r}: not a directory, not a hub id (owner/name), "
         "not synthetic:<name> or example"
     )
 
 
-def _from_hub(repo: str, quiet: bool) -> Path:
+def _from_hub(repo: str, patterns: list[str], quiet: bool) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
@@ -183,7 +188,7 @@ def _from_hub(repo: str, quiet: bool) -> Path:
     if silence:
         disable_progress_bars()
     try:
-        found = snapshot_download(repo, allow_patterns=_HUB_ALLOW, ignore_patterns=_HUB_IGNORE)
+        found = snapshot_download(repo, allow_patterns=patterns, ignore_patterns=_HUB_IGNORE)
     except errors.GatedRepoError:
         reason = "the hub gives it only to accounts that accepted its terms; set HF_TOKEN"
     except errors.RepositoryNotFoundError:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import os
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minidecode.cli import measure, options, streams
 from minidecode.cli.progress import Progress
-from minidecode.errors import MinidecodeError, MissingError, UsageError
+from minidecode.errors import MissingError, UsageError
 
 if TYPE_CHECKING:
     from minidecode.config import ModelConfig
@@ -96,14 +94,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _named(spec: str, dtypes: tuple[str, ...]) -> list[Gemv] | None:
     """The kernels asked for; None is all. UsageError for one that is not there or has no dtype."""
-    from minidecode.kernels import registry
-
     names = [name.strip() for name in spec.split(",") if name.strip()]
     if names == ["all"]:
         return None
     if not names or "all" in names:
         raise UsageError("--kernel takes names with commas between them, or all alone")
-    found = {name: registry.resolve(name, also=("all",)) for name in names}
+    found = {name: options.gemv_kernel(name, also=("all",)) for name in names}
     for gemv in found.values():
         if not set(dtypes) & set(gemv.dtypes):
             has = " and ".join(gemv.dtypes)
@@ -169,17 +165,7 @@ def _config(spec: str) -> ModelConfig:
     spec = EXAMPLE if spec == "example" else spec
     if spec.startswith(options.SYNTHETIC):
         return synthetic.config(spec.removeprefix(options.SYNTHETIC))
-    if os.path.exists(Path(spec).expanduser()) or spec.count("/") != 1:
-        return models.load_config(resolve_model(spec))
-    import huggingface_hub
-
-    try:
-        return models.load_config(Path(huggingface_hub.hf_hub_download(spec, "config.json")).parent)
-    except MinidecodeError:
-        raise
-    except Exception as error:  # http, ssl, disk: the libraries below share no base class
-        words = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise MinidecodeError(f"there is no directory {spec}, and as a hub id: {words}") from error
+    return models.load_config(resolve_model(spec, config_only=True))
 
 
 # --- output ---------------------------------------------------------------------------------------
