@@ -2,7 +2,7 @@
 
     python scripts/sanitize.py build DIR      compile all of cuda/ for the GPU of this machine
     compute-sanitizer --tool memcheck python scripts/sanitize.py run DIR
-    compute-sanitizer --tool memcheck python scripts/sanitize.py python NAME ...
+    compute-sanitizer --tool memcheck python scripts/sanitize.py python NAME [DTYPE ...]
 
 Memory comes from the driver, one allocation an array, so that one element past the end is seen;
 what a kernel may not read (outputs, positions to come) is left uninitialised. The third command is
@@ -80,8 +80,12 @@ def calls() -> Iterator[Call]:
     yield from end_calls()
 
 
-# Tails, odd row lengths, one element; each with a weight that starts off its alignment as well.
-GEMV_SHAPES = ((5, 64), (3, 257), (33, 1152), (2, 4096), (1, 1))
+# Tails, odd row lengths, one element; each with a weight that starts off its alignment as well. The
+# last is for the rows that half2_stream stages by bulk copies.
+GEMV_SHAPES = (
+    *itertools.product((1, 3, 1000), (1, 2, 3, 7, 255, 257, 1056, 1152, 2049, 2176, 4095)),
+    *((5, 64), (33, 1152), (2, 4096), (4610, 1032)),
+)
 
 
 def gemv_calls() -> Iterator[Call]:
@@ -259,7 +263,9 @@ class Gpu:
         self._allocated.append(address)
         start = address.value + shift
         flat = np.ascontiguousarray(array)
-        rows = flat.reshape(-1, flat.shape[-1]) if flat.ndim > 1 else flat.reshape(1, -1)
+        # In one piece, but for what is in part unknown.
+        whole = flat.ndim < 2 or flat.dtype.kind != "f" or not np.isnan(flat).any()
+        rows = flat.reshape(1, -1) if whole else flat.reshape(-1, flat.shape[-1])
         known = np.ones(len(rows), bool)
         if flat.dtype.kind == "f":
             known = ~np.isnan(rows).all(axis=1)
@@ -346,8 +352,8 @@ def run_all(folder: Path) -> int:
     return wrong
 
 
-def run_python(names: Sequence[str]) -> int:
-    """Call GEMVs in Python at GEMV_SHAPES; the number of calls that went wrong."""
+def run_python(name: str, dtypes: Sequence[str]) -> int:
+    """Call a GEMV in Python at GEMV_SHAPES; the number of calls that went wrong."""
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes of its own
     import torch
@@ -363,27 +369,27 @@ def run_python(names: Sequence[str]) -> int:
     inductor.OPTIONS["max_autotune"] = False
     mock.patch.object(CoordescTuner, "autotune", lambda tuner, timed, first, *_: first).start()
     wrong = done = refused = 0
-    for gemv in map(registry.resolve, names):
-        for dtype, (n, k), by in itertools.product(gemv.dtypes, GEMV_SHAPES, (0, 1)):
-            kind = ops.torch_dtype(dtype)
-            host = [torch.from_numpy(halves(*shape)).to(kind) for shape in ((n, k), (k,))]
-            w = torch.empty(n * k + by, dtype=kind, device="cuda")[by:].view(n, k)
-            x, y = (torch.empty(size, dtype=kind, device="cuda") for size in (k, n))
-            w.copy_(host[0])
-            x.copy_(host[1])
-            done += 1
-            try:
-                gemv.bind(y, w, x)()
-            except ops.NotSupportedError:
-                refused += 1
-                continue
-            expected, scale = ops.gemv_reference_and_scale(*host)
-            off = (y.cpu().double() - expected).abs()
-            allowed = ROW_TOLERANCE[dtype] * scale + TOLERANCE[dtype] * expected.abs()
-            if not bool((off <= allowed).all()):
-                wrong += 1
-                print(f"sanitize.py: {gemv.name} {dtype} {n}x{k}: off by {off.max()}", flush=True)
-    print(f"sanitize.py: {done} calls of {len(names)} files, {refused} refused, {wrong} wrong")
+    gemv = registry.resolve(name)
+    for dtype, (n, k), by in itertools.product(dtypes or gemv.dtypes, GEMV_SHAPES, (0, 1)):
+        kind = ops.torch_dtype(dtype)
+        host = [torch.from_numpy(halves(*shape)).to(kind) for shape in ((n, k), (k,))]
+        w = torch.empty(n * k + by, dtype=kind, device="cuda")[by:].view(n, k)
+        x, y = (torch.empty(size, dtype=kind, device="cuda") for size in (k, n))
+        w.copy_(host[0])
+        x.copy_(host[1])
+        done += 1
+        try:
+            gemv.bind(y, w, x)()
+        except ops.NotSupportedError:
+            refused += 1
+            continue
+        expected, scale = ops.gemv_reference_and_scale(*host)
+        off = (y.cpu().double() - expected).abs()
+        allowed = ROW_TOLERANCE[dtype] * scale + TOLERANCE[dtype] * expected.abs()
+        if not bool((off <= allowed).all()):
+            wrong += 1
+            print(f"sanitize.py: {name} {dtype} {n}x{k}: off by {off.max()}", flush=True)
+    print(f"sanitize.py: {done} calls of {name}, {refused} refused, {wrong} wrong")
     return wrong
 
 
@@ -394,12 +400,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("build", "run"):
         commands.add_parser(name).add_argument("folder", type=Path)
-    commands.add_parser("python").add_argument("names", nargs="+", metavar="NAME")
+    python = commands.add_parser("python")
+    python.add_argument("name", metavar="NAME")
+    python.add_argument("dtypes", nargs="*", metavar="DTYPE")
     args = parser.parse_args(arguments)
     if args.command == "build":
         build_all(args.folder, build.architecture(*Gpu().capability))
         return 0
-    wrong = run_python(args.names) if args.command == "python" else run_all(args.folder)
+    wrong = run_python(args.name, args.dtypes) if args.command == "python" else run_all(args.folder)
     return 1 if wrong else 0
 
 
