@@ -2,8 +2,8 @@
 
 A kernel passes the gate of `kernels/check.py` before anything is timed. Then it runs round and
 round over copies of the weights that are together four times as large as the last cache, on a GPU
-in one captured graph, so that each call reads memory. Then its last graph is replayed once more on
-an input it has not seen, into outputs full of NaN, and every output is compared with FP64.
+in one captured graph, so that each call reads memory. Then the same calls, captured once more, get
+an input they have not seen and outputs full of NaN, and every output is compared with FP64.
 """
 
 from __future__ import annotations
