@@ -129,6 +129,23 @@ def test_a_rest_below_zero_gets_a_word() -> None:
     assert re.search(r"^ sum .* 104\.2 ", txt.layers(slower, plain=True), re.MULTILINE)
 
 
+def test_a_step_in_more_than_one_engine_says_so() -> None:
+    rows = layer_rows()
+    rows[1] = dataclasses.replace(rows[1], engine="composed")
+    said = f"composed: {rows[1].kind}; all else: fused"
+    fallback = run(engine="mixed")
+    for table, bench in (
+        (txt.layers(layer_report(rows, engine="mixed"), plain=True), txt.runs([fallback])),
+        (md.layers(layer_report(rows, engine="mixed")), md.runs([fallback])),
+    ):
+        assert said in table
+        assert "fused (mixed)" in bench
+        assert "mixed: ops in more than one engine; report says which" in bench
+    for runs in (txt.runs, md.runs):
+        assert "mixed" not in runs([run(), run(kernel="cublas", engine="composed")])
+        assert "composed" not in runs([run(kernel="cublas", engine="composed")])
+
+
 def test_a_share_above_the_ceiling_gets_a_word() -> None:
     text = txt.layers(layer_report(), plain=True)
     assert "106.3*" in text

@@ -22,6 +22,8 @@ ABOVE = "*"
 ABOVE_RUNS = "above the measured read ceiling: a cache served part of it"
 ABOVE_GEMV = "above 100 %: faster than our pure read of the same bytes"
 CACHED = "cache"
+# The engine of a step whose ops are not all in one.
+MIXED = "mixed"
 CACHED_NOTE = "cache: faster than memory can be read, the weights came out of a cache"
 
 
@@ -76,7 +78,19 @@ def layer_notes(report: LayerReport, *, every_row: bool) -> list[str]:
         notes.append(
             f"unexplained is below zero: with every op recorded the step took {recorded} µs"
         )
-    return notes
+    return notes + _engines(report)
+
+
+def _engines(report: LayerReport) -> list[str]:
+    """Which kinds of op ran in another engine than most, where any did."""
+    kinds: dict[str, dict[str, None]] = {}
+    for row in report.rows:
+        kinds.setdefault(row.engine, {})[row.kind] = None
+    if len(kinds) < 2:
+        return []
+    most = max(kinds, key=lambda engine: len(kinds[engine]))
+    others = [f"{engine}: {', '.join(kinds[engine])}" for engine in kinds if engine != most]
+    return [f"{'; '.join(others)}; all else: {most}"]
 
 
 def above_layers(report: LayerReport) -> str:
@@ -87,8 +101,13 @@ def above_layers(report: LayerReport) -> str:
 
 def run_notes(runs: Iterable[Run | Arm]) -> list[str]:
     """What has to be said below the rates of some runs."""
-    above = any(is_above(run.pct_read_bw) for run in runs)
-    return [f"{ABOVE} {ABOVE_RUNS}"] if above else []
+    runs = list(runs)
+    notes = []
+    if any(is_above(run.pct_read_bw) for run in runs):
+        notes.append(f"{ABOVE} {ABOVE_RUNS}")
+    if any(run.engine == MIXED for run in runs):
+        notes.append(f"{MIXED}: ops in more than one engine; report says which")
+    return notes
 
 
 def gemv_share(row: GemvRow) -> str:
@@ -136,11 +155,16 @@ def tokens_per_s(step_us: float) -> float:
     return 1e6 / step_us
 
 
-def with_engine(report: LayerReport) -> str:
+def with_engine(result: LayerReport | Run) -> str:
     """The kernel, and the engine it runs in where its name does not say that."""
-    if report.kernel == report.engine:
-        return report.kernel
-    return f"{report.kernel} ({report.engine})"
+    if result.kernel == result.engine:
+        return result.kernel
+    return f"{result.kernel} ({result.engine})"
+
+
+def if_mixed(run: Run) -> str:
+    """The kernel, and the engine only where that is not one alone."""
+    return with_engine(run) if run.engine == MIXED else run.kernel
 
 
 def ceiling(report: LayerReport) -> str:

@@ -150,7 +150,7 @@ def runs(results: Sequence[Run]) -> str:
             _format.binary_size(run.model_size),
             _format.count(run.model_n_params),
             run.backend,
-            run.kernel,
+            _format.if_mixed(run),
             run.test,
             _format.rate(run),
             step,

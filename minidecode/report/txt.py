@@ -216,7 +216,7 @@ def runs(results: Sequence[Run], *, plain: bool = False, width: int = WIDTH) -> 
     for run in results:
         table.add_row(
             run.model_type,
-            run.kernel,
+            _format.if_mixed(run),
             run.test,
             _text(_format.rate(run), "bold"),
             speed(run.gb_s, run.read_bw_gb_s),
