@@ -16,6 +16,7 @@ import torch
 import minidecode
 from minidecode import cli
 from minidecode.bench import tune as tuning
+from minidecode.cli import options
 from minidecode.errors import MinidecodeError
 from minidecode.kernels import build, step, tune
 from minidecode.kernels.tiles import (
@@ -51,6 +52,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 # --- what is kept ---------------------------------------------------------------------------------
 
 KEY = tile_key("qkv", 960, 576)
+SPLIT = Split(2, 8)
 
 
 def test_what_was_measured_is_used_and_forgotten(gpu: SimpleNamespace) -> None:
@@ -163,6 +165,23 @@ def test_a_choice_that_gains_nothing_is_not_made(
     assert (found.tiles, found.splits) == ({}, {})
 
 
+def test_a_choice_that_was_only_luck_is_not_made(
+    made: Callable[..., tiny.Tiny], tuned: Callable[..., tuning.Tuned]
+) -> None:
+    seen: set[str] = set()
+
+    def us(choices: Choices) -> float:
+        """What has not been measured before is quick, once."""
+        key = repr((sorted(choices.tiles.items()), sorted(choices.splits.items())))
+        known = key in seen
+        seen.add(key)
+        return 100.0 if known else 99.0 - len(seen) * 1e-3
+
+    found = tuned(made(max_position_embeddings=1024), us)
+    assert (found.before_us, found.after_us) == (100.0, 100.0)
+    assert (found.tiles, found.splits) == ({}, {})
+
+
 def test_a_window_is_the_context_that_is_tuned(
     made: Callable[..., tiny.Tiny], tuned: Callable[..., tuning.Tuned]
 ) -> None:
@@ -218,6 +237,26 @@ def test_show_and_clear(
     for said in ("cleared", "there was nothing to clear"):
         assert cli.main(["tune", "--clear"]) == 0
         assert capsys.readouterr().out.strip() == said
+
+
+def test_only_what_gained_is_kept(
+    gpu: SimpleNamespace,
+    made: Callable[..., tiny.Tiny],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chosen = [tuning.Tuned(100.0, 100.0, {}, {}), tuning.Tuned(110.0, 100.0, {}, {KEY: SPLIT})]
+    monkeypatch.setattr("minidecode.loading.resolve_device", lambda _: GPU)
+    monkeypatch.setattr(options, "load", lambda *_: None)
+    monkeypatch.setattr(tuning, "tune_step", lambda *_, tiles: chosen.pop(0))
+    assert cli.main(["tune", "-d", "128"]) == 0
+    assert capsys.readouterr().out == "depth 128: 100.0 us a step, nothing quicker found\n"
+    assert not tune.cache_file(GPU).exists()
+    assert cli.main(["tune", "-d", "128"]) == 0
+    said, kept = capsys.readouterr().out.splitlines()
+    assert said == "depth 128: 110.0 us a step before, 100.0 us after (+10.0 %)"
+    assert kept == f"kept in {tune.cache_file(GPU)}"
+    assert tune.choices(GPU).splits[KEY] == SPLIT
 
 
 def test_the_cpu_has_nothing_to_choose(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens in the cache while measuring (default 128); at further depths, separated by"
         " commas, only the attention's split is chosen",
     )
-    parser.add_argument("--show", action="store_true", help="print what is in use, measure nothing")
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="print what was measured, here or by us; all else is by rule",
+    )
     parser.add_argument("--clear", action="store_true", help="forget what was measured here")
     options.add_quiet(parser)
 
@@ -47,13 +51,17 @@ def run(args: argparse.Namespace) -> int:
     args.kernel, args.max_context = "fused", None
     with Progress(args.quiet) as progress:
         decoder = options.load(args, progress)
+        kept = None
         for i, depth in enumerate(args.depth):
             found = tune_step(decoder, depth, progress, tiles=i == 0)
-            path = tune.save(device, found.tiles, found.splits)
-            gain = 100 * (found.before_us / found.after_us - 1)
-            print(
-                f"depth {depth}: {found.before_us:.1f} us a step before, {found.after_us:.1f} us "
-                f"after ({gain:+.1f} %)"
-            )
-    print(f"kept in {path}")
+            line = f"depth {depth}: {found.before_us:.1f} us a step"
+            if found.tiles or found.splits:
+                kept = tune.save(device, found.tiles, found.splits)
+                gain = 100 * (found.before_us / found.after_us - 1)
+                line += f" before, {found.after_us:.1f} us after ({gain:+.1f} %)"
+            else:
+                line += ", nothing quicker found"
+            print(line)
+    if kept is not None:
+        print(f"kept in {kept}")
     return 0
