@@ -5,6 +5,7 @@ Set MINIDECODE_SCREENSHOTS to a folder to keep the pictures and look at them.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 EVIL = """</script><script>document.title="broken"</script><img src=x onerror=throw(1)>"""
+LONG = "some/folder/kernels.py:right+" + "quite_long_" * 6 + "name.cu"
 SCREENS = {"light": (1200, False), "dark": (1200, True), "phone": (360, False)}
 
 
@@ -36,6 +38,7 @@ def reports() -> dict[str, LayerReport]:
         "plain": layer_report(),
         "vs": layer_report(vs=True),
         "evil": layer_report(rows=[evil, *layer_rows(40)], model=EVIL, command=f"{EVIL} " * 9),
+        "long": dataclasses.replace(layer_report(vs=True), kernel=LONG[:40], vs=LONG),
         "bare": layer_report(rows=[layer_row(bytes=0)], read_bw_gb_s=None),
     }
 
@@ -98,7 +101,7 @@ def test_the_example_s_page(browser: webdriver.Browser, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("screen", SCREENS)
-@pytest.mark.parametrize("name", ["plain", "vs", "evil", "bare"])
+@pytest.mark.parametrize("name", ["plain", "vs", "evil", "long", "bare"])
 def test_page_opens_without_a_complaint_and_fits(
     browser: webdriver.Browser, pages: dict[str, Path], tmp_path: Path, name: str, screen: str
 ) -> None:
@@ -117,6 +120,11 @@ def test_page_opens_without_a_complaint_and_fits(
             .map((e) => e.outerHTML.slice(0, 80));"""
     )
     assert beyond == []
+    wider = browser.run(
+        """return Array.from(document.querySelectorAll(".figures > div"))
+            .filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.textContent);"""
+    )
+    assert wider == []
     kept = os.environ.get("MINIDECODE_SCREENSHOTS")
     folder = Path(kept) if kept else tmp_path
     folder.mkdir(parents=True, exist_ok=True)
