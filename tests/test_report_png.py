@@ -52,6 +52,27 @@ def test_layers_draw_the_other_kernel_beside() -> None:
     assert runs(left) > 2 * runs(alone) > 0
 
 
+def test_names_are_no_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.mathtext", None)
+    odd = r"a$\nope$b_$5 to $6"
+    report = layer_report(vs=True, model=odd)
+    rows = [dataclasses.replace(row, kind=odd) for row in report.rows]
+    named = layer_report(rows, vs=True, model=odd)
+    assert png.layers(dataclasses.replace(named, vs=odd, kernel=odd)).startswith(b"\x89PNG")
+    kernels = [dataclasses.replace(row, kernel=odd) for row in gemv_report().rows]
+    assert png.gemv(gemv_report(rows=kernels)).startswith(b"\x89PNG")
+
+
+def test_a_long_title_takes_lines_of_its_own() -> None:
+    long = png.layers(dataclasses.replace(layer_report(vs=True), vs="long/" * 40))
+    with (
+        image.open(io.BytesIO(long)) as a,
+        image.open(io.BytesIO(png.layers(layer_report(vs=True)))) as b,
+    ):
+        assert a.width == b.width
+        assert a.height > b.height
+
+
 def test_gemv_draws_square_sizes_and_other_shapes() -> None:
     square = png.gemv(gemv_report())
     assert tuple(bytes.fromhex("ee6677")) in colours(square)

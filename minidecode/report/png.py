@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ _MUTED = "#687182"
 _GRID = "#e3e7ee"
 _SERIES = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#66ccee", "#ccbb44", "#99712c", "#687182")
 _MARKERS = "osD^vPX*"
+# Characters of a line above two panels.
+_TITLE_WIDTH = 130
 
 
 def _figure(width: float, height: float) -> Any:
@@ -33,6 +36,11 @@ def _bytes(figure: Any) -> bytes:
     return out.getvalue()
 
 
+def _plain(name: str) -> str:
+    """A name in which a dollar sign begins no formula."""
+    return name.replace("$", r"\$")
+
+
 def _quiet(axes: Any) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -46,8 +54,6 @@ def _quiet(axes: Any) -> None:
 
 def layers(report: LayerReport) -> bytes:
     """Time by kind of op beside the least its bytes allow, and a roofline of every op."""
-    figure = _figure(11, 0.32 * len(report.by_kind) + 3.4)
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     notes = [
         f"{report.model} · {_format.with_engine(report)} · {report.depth} tokens in the cache · "
         f"{report.environment.hardware}",
@@ -57,10 +63,14 @@ def layers(report: LayerReport) -> bytes:
     ]
     if report.vs and report.vs_step_us:
         notes[1] += f"; {report.vs}, the hatched bars: step {_format.number(report.vs_step_us)} µs"
-    if is_above(report.pct_read_bw):
+    # Of an op above the line it must be said, too.
+    if any(map(is_above, [report.pct_read_bw, *(row.pct_read_bw for row in report.rows)])):
         notes.append(_format.above_layers(report))
+    lines = [line for note in notes for line in textwrap.wrap(_plain(note), _TITLE_WIDTH)]
+    figure = _figure(11, 0.32 * len(report.by_kind) + 2.9 + 0.2 * len(lines))
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     figure.suptitle(
-        "\n".join(notes),
+        "\n".join(lines),
         x=0.01,
         ha="left",
         fontsize=11,
@@ -85,7 +95,8 @@ def _time_by_kind(axes: Any, report: LayerReport, colours: dict[str, str]) -> No
         axes.barh(
             places, others, height, color="white", edgecolor=colour, hatch="////", linewidth=0
         )
-    axes.set_yticks(range(len(totals)), [f"{total.name}  ×{total.ops}" for total in totals])
+    names = [f"{_plain(total.name)}  ×{total.ops}" for total in totals]
+    axes.set_yticks(range(len(totals)), names)
     axes.invert_yaxis()
     bounds = [0.0] * len(totals)
     if report.read_bw_gb_s:
@@ -124,7 +135,7 @@ def _roofline(axes: Any, report: LayerReport, colours: dict[str, str]) -> None:
                 marker=_MARKERS[index % len(_MARKERS)],
                 alpha=0.8,
                 linewidths=0,
-                label=kind,
+                label=_plain(kind),
             )
     if report.read_bw_gb_s:
         axes.axhline(report.read_bw_gb_s, color=_INK, linewidth=1.2)
@@ -156,7 +167,10 @@ def gemv(report: GemvReport) -> bytes:
     for axes, dtype in zip(panels, dtypes, strict=True):
         _gemv_panel(axes, [row for row in rows if row.dtype == dtype])
         axes.set_title(
-            f"{dtype}, {report.environment.hardware}", loc="left", fontsize=11, color=_INK
+            f"{dtype}, {_plain(report.environment.hardware)}",
+            loc="left",
+            fontsize=11,
+            color=_INK,
         )
     return _bytes(figure)
 
@@ -176,7 +190,7 @@ def _gemv_panel(axes: Any, rows: Sequence[GemvRow]) -> None:
         }
         # Lines only where the order along the axis means something.
         width = 1.6 if square else 0
-        axes.plot(places, shares, markersize=5, linewidth=width, label=kernel, **style)
+        axes.plot(places, shares, markersize=5, linewidth=width, label=_plain(kernel), **style)
         cached = [p for p, row in zip(places, mine, strict=True) if row.served_from_cache]
         axes.scatter(
             cached,
