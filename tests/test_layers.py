@@ -555,6 +555,7 @@ def test_stdout_has_one_document(
         (["--only", "down"], 2, "--vs"),
         (["--vs", "torhc"], 2, "did you mean torch"),
         (["--vs", "torch", "--only", "nothing"], 2, "nothing"),
+        (["--vs", "torch", "--only", ","], 2, "no linear layer in it"),
         (["--html", "/no/such/folder/r.html"], 2, "--html"),
         (["--json", "."], 2, "--json"),
         (["--json", "/proc/x.json"], 2, "--json /proc/x.json"),

@@ -67,12 +67,10 @@ def run(args: argparse.Namespace) -> int:
 
     from minidecode.bench import ab
     from minidecode.loading import resolve_device
-    from minidecode.plan import kernel_set, linear_kinds
+    from minidecode.plan import kernel_set
     from minidecode.report import writer
 
-    only = linear_kinds(args.only) if args.only is not None else ()
-    if args.only is not None and not only:
-        raise UsageError("--only: no linear layer in it")
+    only = options.linear_kinds(args.only)
     device = resolve_device(args.device)
     a, b = kernel_set(args.a, device), kernel_set(args.b, device)
     names = (a.name, b.name)

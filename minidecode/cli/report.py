@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
     from minidecode.bench import layers
     from minidecode.bench.gate import Gate
     from minidecode.loading import resolve_device
-    from minidecode.plan import kernel_set, linear_kinds
+    from minidecode.plan import kernel_set
     from minidecode.report import writer
 
-    only = linear_kinds(args.only) if args.only is not None else ()
+    only = options.linear_kinds(args.only)
     device = resolve_device(args.device)
     kernels, vs = kernel_set(args.kernel, device), None
     if args.vs is not None:
