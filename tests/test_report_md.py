@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -65,7 +66,7 @@ def test_names_cannot_break_a_table_or_start_markup() -> None:
 
 def test_layers_list_every_op_and_the_command() -> None:
     report = layer_report(vs=True)
-    totals, rows = md_tables(TEXTS["vs"])
+    totals, layers, rows = md_tables(TEXTS["vs"])
     assert [row[0] for row in rows[2:]] == [row.name for row in report.rows]
     assert [row[0] for row in totals[2:]] == [
         *(total.name for total in report.by_kind),
@@ -73,10 +74,13 @@ def test_layers_list_every_op_and_the_command() -> None:
         "unexplained",
         "step",
     ]
+    assert [row[0] for row in layers[2:]] == [total.name for total in report.by_layer]
     assert "cublas µs" in rows[0]
     assert f"```\n{report.command}\n```" in TEXTS["vs"]
     assert r"\* above 100 %" in TEXTS["vs"]
     assert "above" not in md.layers(layer_report(read_bw_gb_s=9000.0))
+    odd = dataclasses.replace(report, vs="a|b<c>.cu")
+    assert r"| a\|b\<c>.cu µs |" in md.layers(odd)
 
 
 def test_a_command_with_backticks_stays_a_code_block() -> None:

@@ -104,6 +104,16 @@ def test_figures_of_a_step_stand_under_their_heads(look: str) -> None:
         assert found == {head: cells[head] for head in cells.keys() - left_out}
 
 
+@pytest.mark.parametrize("look", LAYERS)
+def test_totals_by_layer(look: str) -> None:
+    rows = {row["layer"]: row for row in LAYERS[look] if "layer" in row and "op" not in row}
+    assert [name for name in rows if name != "op"] == ["0", "other"]  # "op": of the next heads
+    vs = {} if look == "txt" else {"vs µs": "8.50", "Δ µs": "+2.50"}
+    size = {} if look == "txt vs" else {"bytes": "16.0 MB"}
+    cells = {"ops": "1", "µs": "6.00", "% step": "75.0", "GB/s": "2,667", "% read": "53.3"}
+    assert rows["other"] == {"layer": "other"} | cells | vs | size
+
+
 @pytest.mark.parametrize("look", ["txt", "md"])
 def test_figures_of_both_arms_stand_under_their_heads(look: str) -> None:
     texts = {"txt": txt_rows(txt.ab(ab_result(), plain=True)), "md": md_rows(md.ab(ab_result()))}

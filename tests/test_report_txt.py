@@ -146,6 +146,15 @@ def test_a_step_in_more_than_one_engine_says_so() -> None:
         assert "composed" not in runs([run(kernel="cublas", engine="composed")])
 
 
+def test_much_that_is_unexplained_gets_a_word() -> None:
+    rows = layer_rows(1)
+    total = sum(row.median_us for row in rows)
+    for share, told in ((0.98, False), (0.9, True)):
+        report = layer_report(rows, step_us=total / share)
+        for text in (txt.layers(report, plain=True), md.layers(report)):
+            assert ("10.0 % is unexplained: the machine was busy" in text) is told
+
+
 def test_a_share_above_the_ceiling_gets_a_word() -> None:
     text = txt.layers(layer_report(), plain=True)
     assert "106.3*" in text

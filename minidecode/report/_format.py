@@ -22,6 +22,8 @@ ABOVE = "*"
 ABOVE_RUNS = "above the measured read ceiling: a cache served part of it"
 ABOVE_GEMV = "above 100 %: faster than our pure read of the same bytes"
 CACHED = "cache"
+# Shares of the step that no op accounts for are a word worth from here.
+MUCH_UNEXPLAINED = 3.0
 # The engine of a step whose ops are not all in one.
 MIXED = "mixed"
 CACHED_NOTE = "cache: faster than memory can be read, the weights came out of a cache"
@@ -78,16 +80,22 @@ def layer_notes(report: LayerReport, *, every_row: bool) -> list[str]:
         notes.append(
             f"unexplained is below zero: with every op recorded the step took {recorded} µs"
         )
+    if report.unexplained_pct >= MUCH_UNEXPLAINED:
+        notes.append(
+            f"{of_step(report.unexplained_pct)} % is unexplained: the machine was busy with"
+            " something else, too, or its clocks changed between the two measurements"
+        )
     return notes + _engines(report)
 
 
 def _engines(report: LayerReport) -> list[str]:
-    """Which kinds of op ran in another engine than most, where any did."""
+    """Which kinds of op ran in another engine than most, where the step is mixed."""
+    if report.engine != MIXED:
+        return []
     kinds: dict[str, dict[str, None]] = {}
     for row in report.rows:
-        kinds.setdefault(row.engine, {})[row.kind] = None
-    if len(kinds) < 2:
-        return []
+        if row.shape or row.kind == "attention":  # what decides the step's engine
+            kinds.setdefault(row.engine, {})[row.kind] = None
     most = max(kinds, key=lambda engine: len(kinds[engine]))
     others = [f"{engine}: {', '.join(kinds[engine])}" for engine in kinds if engine != most]
     return [f"{'; '.join(others)}; all else: {most}"]

@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from minidecode.records import ABResult, CheckResult, Environment, GemvReport, LayerReport, Run
+from minidecode.records import (
+    ABResult,
+    CheckResult,
+    Environment,
+    GemvReport,
+    LayerReport,
+    LayerTotal,
+    Run,
+)
 from minidecode.report import _format
 from minidecode.report._format import NONE, number, numbers, share, speed
 
@@ -14,7 +22,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A pipe table with padded columns. Heads that end in ":" are right-aligned."""
     cells = [[_escaped(cell) for cell in row] for row in rows]
     right = [head.endswith(":") for head in heads]
-    titles = [head.rstrip(":") for head in heads]
+    titles = [_escaped(head.removesuffix(":")) for head in heads]
     widths = [
         max(3, len(title), *(len(row[i]) for row in cells)) if cells else max(3, len(title))
         for i, title in enumerate(titles)
@@ -54,7 +62,7 @@ def _note(text: str) -> str:
 
 
 def layers(report: LayerReport) -> str:
-    """Totals by kind, the sum, the rest and the step, then every op."""
+    """Totals by kind, the sum, the rest and the step, then totals by layer, and every op."""
     compared = report.vs is not None
     head = (
         f"One decode step of {report.model} with {_format.with_engine(report)}, "
@@ -66,21 +74,7 @@ def layers(report: LayerReport) -> str:
     )
     digits = len(us[-1].partition(".")[2])
     versus = [f"{report.vs} µs:", "Δ µs:"] if compared else []
-    vs = numbers([t.vs_us for t in report.by_kind], digits=digits)
-    delta = numbers([t.delta_us for t in report.by_kind], digits=digits, signed=True)
-    rows = [
-        [
-            total.name,
-            str(total.ops),
-            us[i],
-            *([vs[i], delta[i]] if compared else []),
-            _format.of_step(total.pct_step),
-            _format.size(total.bytes),
-            speed(total.gb_s, report.read_bw_gb_s),
-            share(total.pct_read_bw),
-        ]
-        for i, total in enumerate(report.by_kind)
-    ]
+    rows = _totals(report, report.by_kind, digits)
     blank = ["", ""] if compared else []
     sum_share = _format.of_step(100.0 * report.sum_us / report.step_us)
     n_ops = str(len(report.rows))
@@ -101,11 +95,32 @@ def layers(report: LayerReport) -> str:
             share(report.pct_read_bw),
         ]
     )
-    heads = ["op", "ops:", "µs:", *versus, "% step:", "bytes:", "GB/s:", "% read:"]
-    text = f"{_escaped(head)}\n\n{_table(heads, rows)}\n"
+    heads = ["ops:", "µs:", *versus, "% step:", "bytes:", "GB/s:", "% read:"]
+    text = f"{_escaped(head)}\n\n{_table(['op', *heads], rows)}\n"
+    digits = len(numbers([total.us for total in report.by_layer])[0].partition(".")[2])
+    text += f"{_table(['layer', *heads], _totals(report, report.by_layer, digits))}\n"
     text += _layer_rows(report)
     text += "".join(map(_note, _format.layer_notes(report, every_row=True)))
     return f"{text}\n{_code(report.command)}"
+
+
+def _totals(report: LayerReport, totals: Sequence[LayerTotal], digits: int) -> list[list[str]]:
+    us = numbers([t.us for t in totals], digits=digits)
+    vs = numbers([t.vs_us for t in totals], digits=digits)
+    delta = numbers([t.delta_us for t in totals], digits=digits, signed=True)
+    return [
+        [
+            total.name,
+            str(total.ops),
+            us[i],
+            *([vs[i], delta[i]] if report.vs is not None else []),
+            _format.of_step(total.pct_step),
+            _format.size(total.bytes),
+            speed(total.gb_s, report.read_bw_gb_s),
+            share(total.pct_read_bw),
+        ]
+        for i, total in enumerate(totals)
+    ]
 
 
 def _layer_rows(report: LayerReport) -> str:

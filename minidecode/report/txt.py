@@ -14,6 +14,7 @@ from minidecode.records import (
     Environment,
     GemvReport,
     LayerReport,
+    LayerTotal,
     Run,
 )
 from minidecode.report import _format
@@ -86,7 +87,10 @@ def _bar(pct: float | None) -> str:
 def layers(
     report: LayerReport, *, layers: bool = False, plain: bool = False, width: int = WIDTH
 ) -> str:
-    """Totals by kind of op, the sum, the rest and the step; with `layers` a line an op first."""
+    """Totals by kind of op, the sum, the rest and the step.
+
+    With `layers` a line an op and the totals by layer come first.
+    """
     parts: list[Any] = [
         _text(_headline(report), "bold"),
         _text(
@@ -96,7 +100,7 @@ def layers(
         ),
     ]
     if layers:
-        parts.append(_rows_table(report))
+        parts += [_rows_table(report), _layers_table(report)]
     parts.append(_kinds_table(report))
     parts += [_text(line) for line in _step_lines(report)]
     parts += [_text(note, "dim") for note in _format.layer_notes(report, every_row=layers)]
@@ -123,31 +127,49 @@ def _step_lines(report: LayerReport) -> list[str]:
     return lines
 
 
-def _kinds_table(report: LayerReport) -> Table:
-    totals = report.by_kind
+def _totals(report: LayerReport, totals: Sequence[LayerTotal], digits: int) -> list[list[str]]:
+    """The cells of these totals, under the heads of `_total_heads` after the first."""
     compared = report.vs is not None
-    heads: list[str | tuple[str, str]] = [("op", "left"), "ops", "µs", "% step"]
-    heads += ["vs µs", "Δ µs"] if compared else ["bytes"]
-    heads += ["GB/s", "% read"]
-    # The other kernel's columns take the place of the bars.
-    heads += [] if compared else [("", "left")]
-    table = _table(heads)
-    us = numbers([*(t.us for t in totals), report.sum_us, report.unexplained_us, report.step_us])
-    digits = len(us[-1].partition(".")[2])
+    us = numbers([t.us for t in totals], digits=digits)
     vs = numbers([t.vs_us for t in totals], digits=digits)
     delta = numbers([t.delta_us for t in totals], signed=True, digits=digits)
-    for i, total in enumerate(totals):
-        middle = [vs[i], delta[i]] if compared else [_format.size(total.bytes)]
-        table.add_row(
-            total.name,
+    return [
+        [
             str(total.ops),
             us[i],
             _format.of_step(total.pct_step),
-            *middle,
+            *([vs[i], delta[i]] if compared else [_format.size(total.bytes)]),
             speed(total.gb_s, report.read_bw_gb_s),
             share(total.pct_read_bw),
-            *([] if compared else [_text(_bar(total.pct_read_bw), "cyan")]),
-        )
+        ]
+        for i, total in enumerate(totals)
+    ]
+
+
+def _total_heads(report: LayerReport, first: str) -> list[str | tuple[str, str]]:
+    middle = ["vs µs", "Δ µs"] if report.vs is not None else ["bytes"]
+    return [(first, "left"), "ops", "µs", "% step", *middle, "GB/s", "% read"]
+
+
+def _layers_table(report: LayerReport) -> Table:
+    table = _table(_total_heads(report, "layer"))
+    totals = report.by_layer
+    digits = len(numbers([total.us for total in totals])[0].partition(".")[2])
+    for total, cells in zip(totals, _totals(report, totals, digits), strict=True):
+        table.add_row(total.name, *cells)
+    return table
+
+
+def _kinds_table(report: LayerReport) -> Table:
+    totals = report.by_kind
+    compared = report.vs is not None
+    # The other kernel's columns take the place of the bars.
+    table = _table([*_total_heads(report, "op"), *([] if compared else [("", "left")])])
+    us = numbers([*(t.us for t in totals), report.sum_us, report.unexplained_us, report.step_us])
+    digits = len(us[-1].partition(".")[2])
+    for total, cells in zip(totals, _totals(report, totals, digits), strict=True):
+        bar = [] if compared else [_text(_bar(total.pct_read_bw), "cyan")]
+        table.add_row(total.name, *cells, *bar)
     table.add_section()
     blank = ["", ""] if compared else [""]
     vs_step = number(report.vs_step_us, digits)
