@@ -72,6 +72,13 @@ def families(_: str) -> Iterator[Kept]:
         yield f"bench-{name}.json", bench_command(f"synthetic:{name}", 128, 3, "fused,cublas")
 
 
+def prompts(_: str) -> Iterator[Kept]:
+    """Prefill, and several depths, in one call."""
+    sizes = ["-p", "512", "-n", "128", "-d", "128,4096"]
+    asked = ["-m", MEDIUM, *sizes, "--kernel", "fused,cublas", "-o", "json"]
+    yield f"bench-{short(MEDIUM)}-prompts.json", ["bench", *asked]
+
+
 def sampling(_: str) -> Iterator[Kept]:
     """What drawing a token costs, beside taking the greatest."""
     drawn = ["--temperature", "0.8", "--top-k", "50", "--top-p", "0.95", "--min-p", "0.02"]
@@ -82,7 +89,8 @@ def sampling(_: str) -> Iterator[Kept]:
 
 def layers(_: str) -> Iterator[Kept]:
     """Every linear layer's shape alone."""
-    for name in ("smollm2-135m", "llama-3.2-1b", "llama-3.2-3b", "mistral-7b", "llama-3.1-8b"):
+    small = ("smollm2-135m", "llama-3.2-1b", "llama-3.2-3b")
+    for name in (*small, "qwen2.5-7b", "mistral-7b", "llama-3.1-8b"):
         kernels = ["--kernel", "half2_stream,cublas", "-o", "json"]
         yield f"gemv-{name}.json", ["gemv", "-m", f"synthetic:{name}", *kernels]
 
@@ -90,7 +98,7 @@ def layers(_: str) -> Iterator[Kept]:
 def gemv(_: str) -> Iterator[Kept]:
     """Every kernel alone at the square sizes."""
     kernels = "naive,column_atomic,shared_tree,warp_row,half2_block,half2_stream"
-    kernels += ",triton_rowblock,cublas"
+    kernels += ",triton_rowblock,inductor,cublas"
     yield "gemv.json", ["gemv", "--dtype", "both", "-o", "json", "--kernel", kernels]
 
 
@@ -118,10 +126,11 @@ def ab(results: str) -> Iterator[Kept]:
             yield f"{file}.txt", ["ab", *pair, "-m", model, "--json", f"{results}/{file}.json"]
 
 
-def slow(_: str) -> Iterator[Kept]:
+def slow(results: str) -> Iterator[Kept]:
     """A right kernel at half the speed, in one kind of layer, is found there."""
     only = ["--only", "down_proj", "-m", LARGE]
-    yield "slow-report.txt", ["report", "--kernel", RIGHT, "--vs", HALF_AS_FAST, *only]
+    asked = ["--kernel", RIGHT, "--vs", HALF_AS_FAST, "--json", f"{results}/slow-report.json"]
+    yield "slow-report.txt", ["report", *asked, *only]
     yield "slow-ab.txt", ["ab", RIGHT, HALF_AS_FAST, *only]
 
 
@@ -148,7 +157,7 @@ def ncu(_: str) -> Iterator[Kept]:
 PARTS: dict[str, Callable[[str], Iterator[Kept]]] = {
     part.__name__: part
     for part in (
-        *(example, bench, long, sampling, families, gemv, layers),
+        *(example, bench, long, prompts, sampling, families, gemv, layers),
         *(report, ab, slow, aa, peers, ncu),
     )
 }
