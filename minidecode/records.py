@@ -217,7 +217,7 @@ class GenerateResult(Record):
     prefill_s: float | None = None
     ttft_s: float | None = None
     decode_tok_s: float | None = None  # wall clock of the loop
-    step_us: float | None = None  # median device time of one decode step
+    step_us: float | None = None  # mean of the loop's wall clock, which the device sets
     gb_s: float | None = None
     read_bw_gb_s: float | None = None
     pct_read_bw: float | None = None

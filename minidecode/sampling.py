@@ -25,7 +25,8 @@ class Sampling:
     """How a token is chosen. The defaults are greedy decoding.
 
     temperature: 0 takes the most probable token, whatever top_k, top_p, min_p and seed are.
-    top_k: only the k most probable tokens; 0 is all.
+    top_k: only the k most probable tokens; 0 is all. On a GPU those as probable as the last of
+        them stay, too.
     top_p: only the most probable tokens whose probabilities reach p together; 1 is all.
     min_p: only tokens at least p times as probable as the most probable one; 0 is all.
     repetition_penalty: divides positive and multiplies negative logits of tokens seen before; 1
