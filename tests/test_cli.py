@@ -156,6 +156,23 @@ def test_a_wrong_value_is_a_usage_error(
     assert said in one_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("bench -n 1 --odd", "minidecode bench"),
+        ("kernels check torch --odd", "minidecode kernels check"),
+        ("--odd env", "minidecode"),
+    ],
+)
+def test_an_unknown_option_leads_to_the_help_of_its_command(
+    capsys: pytest.CaptureFixture[str], words: str, name: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(words.split())
+    assert end.value.code == 2
+    assert one_line(capsys) == f"{name}: unrecognized arguments: --odd (see {name} --help)\n"
+
+
 def test_a_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for spec in (str(tmp_path / "nothing"), "synthetic:nothing"):
         assert cli.main(["generate", spec, "--prompt", "a"]) in (1, 2)
