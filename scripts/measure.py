@@ -66,6 +66,13 @@ def long(_: str) -> Iterator[Kept]:
         yield f"bench-{short(model)}-16k.json", bench_command(model, 16_000, 3, "fused")
 
 
+def loop(_: str) -> Iterator[Kept]:
+    """The wall clock of a text's tokens, to set beside the device time of bench."""
+    for model in (SMALL, MEDIUM):
+        asked = ["--prompt", "a", "--max-new-tokens", "128", "--ignore-eos", "--json"]
+        yield f"generate-{short(model)}.json", ["generate", model, *asked]
+
+
 def families(_: str) -> Iterator[Kept]:
     """Other models, and of other families."""
     for name in ("llama-3.2-3b", "qwen3-0.6b", "qwen2.5-7b", "mistral-7b"):
@@ -157,7 +164,7 @@ def ncu(_: str) -> Iterator[Kept]:
 PARTS: dict[str, Callable[[str], Iterator[Kept]]] = {
     part.__name__: part
     for part in (
-        *(example, bench, long, prompts, sampling, families, gemv, layers),
+        *(example, bench, long, prompts, loop, sampling, families, gemv, layers),
         *(report, ab, slow, aa, peers, ncu),
     )
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What the project quotes of a GPU, measured in one go:
-#   scripts/measure.sh [example] [bench] [long] [prompts] [sampling] [families] [gemv] [layers]
-#                      [report] [ab] [slow] [aa] [peers] [ncu]
+#   scripts/measure.sh [example] [bench] [long] [prompts] [loop] [sampling] [families] [gemv]
+#                      [layers] [report] [ab] [slow] [aa] [peers] [ncu]
 #                      (default: all, in this order; see measure.py)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
