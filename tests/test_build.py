@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import needs
 import pytest
 import torch
 
+from minidecode import cli
 from minidecode.errors import MinidecodeError, MissingError, UsageError
 from minidecode.kernels import build
 from minidecode.kernels.build import CompileError, Toolkit
@@ -36,8 +38,6 @@ extern "C" cudaError_t minidecode_gemv(half*, const half*, const half*, int, int
   return static_cast<cudaError_t>(CODE);
 }
 """
-
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
 
 
 @pytest.fixture
@@ -325,7 +325,7 @@ def test_the_gpu_at_hand_always_gets_its_own_code(
     assert build.architectures() == expected
 
 
-@needs_nvcc
+@needs.nvcc
 def test_a_gpu_that_the_compiler_does_not_know_runs_what_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -385,6 +385,23 @@ def needs_shell(path: Path) -> None:
 def test_no_nvcc_says_what_to_install(no_toolkit: Path) -> None:
     with pytest.raises(MissingError, match=r'pip install "minidecode\[nvcc\]".*CUDA toolkit'):
         build.find_toolkit()
+
+
+def test_no_nvcc_is_one_line_and_the_cpu_needs_none(
+    no_toolkit: Path,
+    tiny_model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert cli.main(["kernels", "build", "naive"]) == 5
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert 'pip install "minidecode[nvcc]"' in err
+    asked = ["--prompt", "hi", "--device", "cpu", "--max-new-tokens", "2", "--ignore-eos"]
+    assert cli.main(["generate", tiny_model, *asked]) == 0
+    assert capsys.readouterr().out
 
 
 def test_cuda_home_wins_and_is_named_when_it_is_wrong(
@@ -498,7 +515,7 @@ def test_error_lines_are_recognised(line: str, expected: str | None) -> None:
 # --- real builds ----------------------------------------------------------------------------------
 
 
-@needs_nvcc
+@needs.nvcc
 def test_build_in_folders_with_blanks(
     tmp_path: Path, linkable: Path, monkeypatch: pytest.MonkeyPatch, phases: list[tuple[str, str]]
 ) -> None:
@@ -526,7 +543,7 @@ def test_build_in_folders_with_blanks(
     assert status(compile_(source)) == 7
 
 
-@needs_nvcc
+@needs.nvcc
 def test_edits_are_seen_and_errors_are_readable_in_one_process(
     tmp_path: Path, linkable: Path
 ) -> None:
@@ -549,7 +566,7 @@ def test_edits_are_seen_and_errors_are_readable_in_one_process(
     assert status(first) == 1, "the old library lives on"
 
 
-@needs_nvcc
+@needs.nvcc
 def test_an_edit_during_a_build_is_not_kept_under_the_old_name(
     tmp_path: Path, linkable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -569,7 +586,7 @@ def test_an_edit_during_a_build_is_not_kept_under_the_old_name(
     assert status(compile_(source)) == 1
 
 
-@needs_nvcc
+@needs.nvcc
 @pytest.mark.parametrize("name", ["with:colon", "with$dollar"])
 def test_a_cache_where_ninja_does_not_build_is_refused(
     name: str, tmp_path: Path, linkable: Path, monkeypatch: pytest.MonkeyPatch
@@ -580,7 +597,7 @@ def test_a_cache_where_ninja_does_not_build_is_refused(
     assert len(str(caught.value).splitlines()) == 1
 
 
-@needs_nvcc
+@needs.nvcc
 def test_a_failure_that_was_not_the_files_can_be_retried(
     tmp_path: Path, linkable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -603,7 +620,7 @@ def test_a_failure_that_was_not_the_files_can_be_retried(
     assert status(compile_(source)) == 5, "found again under its new name"
 
 
-@needs_nvcc
+@needs.nvcc
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -626,9 +643,12 @@ def test_what_cannot_be_loaded_is_explained(
     assert str(source) in str(caught.value)
 
 
-@needs_nvcc
+@needs.nvcc
 def test_stale_lock_and_half_a_build_are_cleared(tmp_path: Path, linkable: Path) -> None:
     """torch's own load() would wait for this lock for ever."""
+    start = time.monotonic()
+    compile_(write_kernel(tmp_path / "clean"))
+    clean = time.monotonic() - start
     source = write_kernel(tmp_path)
     folder = build.plan_build(source, ARCH).directory
     folder.mkdir(parents=True)
@@ -637,11 +657,11 @@ def test_stale_lock_and_half_a_build_are_cleared(tmp_path: Path, linkable: Path)
     (folder / "build.ninja").write_text("nonsense")
     start = time.monotonic()
     assert status(compile_(source)) == 7
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 2 * clean + 10
     assert not (folder / "lock").exists()
 
 
-@needs_nvcc
+@needs.nvcc
 def test_a_damaged_library_is_built_again(
     tmp_path: Path, linkable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -664,7 +684,7 @@ with FileLock(sys.argv[1]):
 """
 
 
-@needs_nvcc
+@needs.nvcc
 def test_a_live_builder_in_another_process_is_waited_for(
     tmp_path: Path, linkable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -712,7 +732,7 @@ def start_builder(source: Path) -> subprocess.Popen[str]:
     )
 
 
-@needs_nvcc
+@needs.nvcc
 def test_several_processes_build_once_and_a_killed_one_is_no_matter(
     tmp_path: Path, linkable: Path
 ) -> None:
@@ -732,14 +752,14 @@ def test_several_processes_build_once_and_a_killed_one_is_no_matter(
     ], "one of the two builds, the other waits or comes late"
 
 
-@needs_nvcc
+@needs.nvcc
 def test_builds_run_side_by_side(tmp_path: Path, linkable: Path) -> None:
     sources = [write_kernel(tmp_path / name, code) for code, name in enumerate("abc", 1)]
     libraries = build.run_builds([build.plan_build(source, ARCH) for source in sources])
     assert [status(library) for library in libraries] == [1, 2, 3]
 
 
-@needs_nvcc
+@needs.nvcc
 def test_ninja_off_the_path_and_no_activated_environment(
     tmp_path: Path, linkable: Path, tools: Callable[..., None]
 ) -> None:
@@ -782,7 +802,7 @@ def _refuse(code: int, *_: object, **__: object) -> None:
     raise OSError(code, os.strerror(code))
 
 
-@needs_nvcc
+@needs.nvcc
 @pytest.mark.parametrize("how", [unwritable, read_only, full, full_while_compiling])
 def test_a_cache_that_refuses_is_one_clear_line(
     how: Callable[[Path, pytest.MonkeyPatch], str],
@@ -814,7 +834,7 @@ def nvcc_wheels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     command += [str(folder), *project["optional-dependencies"]["nvcc"]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        if "CI" in os.environ:
+        if os.environ.get("CI"):
             pytest.fail(done.stderr)
         pytest.skip(f"cannot install the nvcc extra: {done.stderr.strip()[-200:]}")
     yield folder

@@ -7,12 +7,12 @@ import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import needs
 import pytest
 
 from minidecode.kernels import build, tune
@@ -25,7 +25,7 @@ SOURCES = sorted(build.cuda_sources().glob("*/*.cu"))
 USERS = sorted((Path(__file__).parent / "fixtures" / "hostile").glob("*.cu"))
 FLAGS = [*build.BASE_FLAGS, "-Werror=all-warnings", "-Xcompiler=-Wall", "-Xptxas=-v"]
 
-pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
+pytestmark = needs.nvcc
 
 
 def compile_all(source: Path, cache: Path, architectures: tuple[str, ...]) -> str:

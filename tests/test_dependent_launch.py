@@ -9,10 +9,10 @@ a half is such a one).
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
+import needs
 import pytest
 
 from minidecode.kernels import build
@@ -27,7 +27,7 @@ WEIGHTS_EARLY = ("fused_linear",)
 # Kernels that are not launched dependently.
 INDEPENDENT = ("read", "gemv_pieces")
 
-pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
+pytestmark = needs.nvcc
 
 
 def kernels(source: Path, folder: Path) -> dict[str, list[str]]:

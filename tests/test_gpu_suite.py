@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import needs
 import numpy as np
 import pytest
 import shim
@@ -221,7 +222,7 @@ def output(call: sanitize.Call) -> Any:
     return next((array for array in floats if np.isnan(array).all()), np.zeros(1))
 
 
-@pytest.mark.skipif(shim.unavailable() is not None, reason=str(shim.unavailable()))
+@needs.present(shim.unavailable())
 def test_the_calls_are_right() -> None:
     """On the host shim: no status, no fault, and every output is written."""
     libraries: dict[str, shim.Runner] = {}

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import gemv_cases
+import needs
 import pytest
 import shim
 from gemv_cases import Case
 
-pytestmark = pytest.mark.skipif(shim.unavailable() is not None, reason=str(shim.unavailable()))
+pytestmark = needs.present(shim.unavailable())
 
 SOURCE = shim.CUDA / "gemv" / "half2_stream.cu"
 TEXT = SOURCE.read_text(encoding="utf-8")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 
+import needs
 import numpy as np
 import pytest
 import shim
 from shim import STREAM, HostKernelError
 
-pytestmark = pytest.mark.skipif(shim.unavailable() is not None, reason=str(shim.unavailable()))
+pytestmark = needs.present(shim.unavailable())
 
 ORDERS = range(4)
 

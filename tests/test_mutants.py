@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gemv_cases
+import needs
 import pytest
 import shim
 from gemv_cases import Case
 
-pytestmark = pytest.mark.skipif(shim.unavailable() is not None, reason=str(shim.unavailable()))
+pytestmark = needs.present(shim.unavailable())
 
 
 @dataclass(frozen=True)

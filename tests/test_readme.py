@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
+import needs
 import pytest
 
 from minidecode import cli
@@ -51,7 +51,7 @@ def test_named_files_exist() -> None:
     assert not {name for name in named if not (ROOT / name).exists()}
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@needs.nvcc
 def test_the_kernel_compiles_against_the_declared_interface(tmp_path: Path) -> None:
     (source,) = blocks("cuda")
     assert source.count("\n") <= 30

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import needs
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -24,7 +25,7 @@ from minidecode.kernels.tiles import Device, Heads, Tile, default_split
 from minidecode.plan.state import sampling_bytes
 from minidecode.sampling import Sampling, probabilities
 
-pytestmark = pytest.mark.skipif(shim.unavailable() is not None, reason=str(shim.unavailable()))
+pytestmark = needs.present(shim.unavailable())
 
 NOT_SUPPORTED = 801  # cudaErrorNotSupported
 EPS = 1e-5

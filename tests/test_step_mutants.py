@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import needs
 import pytest
 import shim
 import test_step_kernels_host as host
@@ -16,7 +17,7 @@ from test_step_kernels_host import Case, Linear
 from minidecode.kernels import step
 from minidecode.sampling import Sampling
 
-pytestmark = pytest.mark.skipif(shim.unavailable() is not None, reason=str(shim.unavailable()))
+pytestmark = needs.present(shim.unavailable())
 
 ATTENTION = "include/minidecode/attention.cuh"
 ANY = "step/attention_any.cu"

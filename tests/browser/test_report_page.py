@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 import webdriver
 from report_samples import layer_report, layer_row, layer_rows
@@ -22,10 +23,7 @@ from minidecode.report import html
 
 image = pytest.importorskip("PIL.Image", reason="pillow comes with matplotlib")
 
-# CI installs a browser: there a missing one is a failure.
-pytestmark = pytest.mark.skipif(
-    webdriver.missing() is not None and "CI" not in os.environ, reason=str(webdriver.missing())
-)
+pytestmark = needs.present(webdriver.missing())
 
 EVIL = """</script><script>document.title="broken"</script><img src=x onerror=throw(1)>"""
 LONG = "some/folder/kernels.py:right+" + "quite_long_" * 6 + "name.cu"
