@@ -156,8 +156,9 @@ def test_untied_head_must_be_there(tmp_path: Path, how: str) -> None:
         model = tiny.build(
             tmp_path / "n", tie_word_embeddings=True, write={"tie_word_embeddings": False}
         )
-    with pytest.raises(MinidecodeError, match=r"lm_head\.weight"):
+    with pytest.raises(MinidecodeError, match=r"lm_head\.weight") as error:
         load(model.directory)
+    assert error.value.exit_code == 1
 
 
 def test_old_checkpoints_inv_freq_is_ignored(tmp_path: Path) -> None:
@@ -270,6 +271,21 @@ def test_window_of_four_sees_exactly_four() -> None:
     assert seen_positions(bench(window=4), 1, 9) == [{6, 7, 8, 9}]
     assert seen_positions(bench(window=4), 1, 2) == [{0, 1, 2}]
     assert seen_positions(bench(), 1, 9) == [set(range(10))]
+
+
+def test_the_last_token_of_a_mistral_depends_on_its_window_only(
+    made: Callable[..., tiny.Tiny],
+) -> None:
+    model = made(model_type="mistral", num_hidden_layers=1, sliding_window=4)
+    decoder = load(model.directory)
+    ids = IDS[:10]
+    last = token_by_token(decoder, ids)[9]
+    seen = set()
+    for i in range(10):
+        other = [*ids[:i], (ids[i] + 1) % tiny.VOCAB, *ids[i + 1 :]]
+        if not torch.equal(token_by_token(decoder, other)[9], last):
+            seen.add(i)
+    assert seen == {6, 7, 8, 9}
 
 
 @pytest.mark.parametrize("start", [0, 3, 5])
