@@ -326,6 +326,7 @@ class LayerReport(Record):
     kernel: str
     engine: str
     vs: str | None = None  # the other kernel
+    only: tuple[str, ...] = ()  # the kinds of linear layer in which alone it differs; () is all
     depth: int  # tokens in the cache
     samples: int  # steps that each median is taken over
     method: str  # how the times were taken, in a few words
@@ -490,14 +491,24 @@ class ABResult(Record):
     @property
     def sentence(self) -> str:
         """The verdict in words."""
-        interval = f"95 % interval {self.ratio_low:.3f}–{self.ratio_high:.3f}"
+        # As many digits as tell a bound from 1, where the verdict says that it is not.
+        digits = 3
+        while digits < 6 and self.verdict != NO_DIFFERENCE and self._bound_seems_one(digits):
+            digits += 1
+        ratio, low, high = (
+            f"{value:.{digits}f}" for value in (self.ratio, self.ratio_low, self.ratio_high)
+        )
+        interval = f"95 % interval {low}–{high}"
         what = f" in {', '.join(self.only)}" if self.only else ""
         if self.verdict == NO_DIFFERENCE:
             return (
                 f"no difference between {self.b.kernel} and {self.a.kernel}{what}: "
-                f"ratio {self.ratio:.3f} ({interval})"
+                f"ratio {ratio} ({interval})"
             )
-        return f"{self.b.kernel}{what} is {self.ratio:.3f}x as fast as {self.a.kernel} ({interval})"
+        return f"{self.b.kernel}{what} is {ratio}x as fast as {self.a.kernel} ({interval})"
+
+    def _bound_seems_one(self, digits: int) -> bool:
+        return 1.0 in (round(self.ratio_low, digits), round(self.ratio_high, digits))
 
     @property
     def slower_pct(self) -> float:

@@ -207,6 +207,9 @@ def test_ab_verdict_in_words() -> None:
     )
     slower = ab_result(verdict=SLOWER, ratio=0.9, ratio_low=0.89, ratio_high=0.91, only=("down",))
     assert slower.sentence.startswith("half2_stream in down is 0.900x as fast as cublas")
+    close = ab_result(verdict=SLOWER, ratio=0.99747, ratio_low=0.9953, ratio_high=0.99967)
+    assert "is 0.9975x as fast" in close.sentence
+    assert close.sentence.endswith("(95 % interval 0.9953–0.9997)")
     assert slower.slower_pct == pytest.approx(10.0)
     assert ab_result(verdict=NO_DIFFERENCE, ratio=0.9).slower_pct == 0.0
 

@@ -146,6 +146,19 @@ def test_a_step_in_more_than_one_engine_says_so() -> None:
         assert "composed" not in runs([run(kernel="cublas", engine="composed")])
 
 
+def test_where_alone_the_other_kernel_runs_is_in_the_headline() -> None:
+    report = layer_report(vs=True, only=("down", "o"))
+    for text in (txt.layers(report, plain=True), md.layers(report), html.layers(report)):
+        assert " against cublas in down, o" in " ".join(text.split())
+
+
+def test_one_repeat_has_no_spread() -> None:
+    once = run(samples_ns=(4.7e8,), samples_ts=(272.3,))
+    for runs in (txt.runs, md.runs):
+        assert "±" in runs([run()])
+        assert "±" not in runs([once])
+
+
 def test_much_that_is_unexplained_gets_a_word() -> None:
     rows = layer_rows(1)
     total = sum(row.median_us for row in rows)

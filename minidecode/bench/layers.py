@@ -143,6 +143,7 @@ def report(
         kernel=kernels.name,
         engine=times.engine,
         vs=None if vs is None else vs.name,
+        only=() if vs is None else tuple(vs.swapped),
         depth=depth,
         samples=len(times.rows[0].exposed),
         recorded_step_us=stats.median(times.recorded_steps),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from minidecode.records import (
     Arm,
     Environment,
+    GemvReport,
     GemvRow,
     GpuState,
     LayerReport,
@@ -148,8 +149,9 @@ def shape(sizes: Sequence[int]) -> str:
 
 
 def rate(run: Run) -> str:
-    """Tokens a second of a run as mean ± standard deviation."""
-    return f"{run.avg_ts:.2f} ± {run.stddev_ts:.2f}"
+    """Tokens a second of a run as mean ± standard deviation, which one repeat has not."""
+    spread = f" ± {run.stddev_ts:.2f}" if len(run.samples_ns) > 1 else ""
+    return f"{run.avg_ts:.2f}{spread}"
 
 
 def op_in_layer(row: LayerRow) -> str:
@@ -175,7 +177,15 @@ def if_mixed(run: Run) -> str:
     return with_engine(run) if run.engine == MIXED else run.kernel
 
 
-def ceiling(report: LayerReport) -> str:
+def against(report: LayerReport) -> str:
+    """The other kernel, and where alone it is in use."""
+    if not report.vs:
+        return ""
+    where = f" in {', '.join(report.only)}" if report.only else ""
+    return f" against {report.vs}{where}"
+
+
+def ceiling(report: LayerReport | GemvReport | Run) -> str:
     """The read ceiling in words."""
     if report.read_bw_gb_s is None:
         return "read ceiling not measured"

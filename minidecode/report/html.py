@@ -88,9 +88,9 @@ def _embedded(report: LayerReport) -> str:
 
 
 def _subtitle(report: LayerReport) -> str:
-    against = f" against {report.vs}" if report.vs else ""
     return (
-        f"{_format.with_engine(report)}{against} · {report.depth} tokens in the cache · "
+        f"{_format.with_engine(report)}{_format.against(report)} · "
+        f"{report.depth} tokens in the cache · "
         f"{report.environment.hardware} · {report.environment.time}"
     )
 

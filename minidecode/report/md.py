@@ -65,7 +65,8 @@ def layers(report: LayerReport) -> str:
     """Totals by kind, the sum, the rest and the step, then totals by layer, and every op."""
     compared = report.vs is not None
     head = (
-        f"One decode step of {report.model} with {_format.with_engine(report)}, "
+        f"One decode step of {report.model} with "
+        f"{_format.with_engine(report)}{_format.against(report)}, "
         f"{report.depth} tokens in the cache, on {report.environment.hardware}; "
         f"{_format.ceiling(report)}. {report.method}, {report.samples} samples."
     )
@@ -176,7 +177,10 @@ def runs(results: Sequence[Run]) -> str:
     ]
     text = _table(heads, rows)
     if results and results[0].build_commit:
-        text += _note(f"build: {results[0].build_commit}, {results[0].environment.hardware}")
+        first = results[0]
+        text += _note(
+            f"build: {first.build_commit}, {first.environment.hardware}; {_format.ceiling(first)}"
+        )
     return text + "".join(map(_note, _format.run_notes(results)))
 
 
@@ -251,7 +255,11 @@ def gemv(report: GemvReport) -> str:
         notes.append(_format.CACHED_NOTE)
     if any(_format.gemv_share(row).endswith(_format.ABOVE) for row in report.rows):
         notes.append(f"{_format.ABOVE} {_format.ABOVE_GEMV}")
-    return text + "".join(_note(note) for note in dict.fromkeys(notes))
+    notes.append(
+        f"% read: of a pure read of the same bytes. {report.environment.hardware}; "
+        f"{_format.ceiling(report)}"
+    )
+    return f"{text}{''.join(_note(note) for note in dict.fromkeys(notes))}\n{_code(report.command)}"
 
 
 def check(result: CheckResult) -> str:

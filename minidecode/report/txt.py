@@ -108,9 +108,9 @@ def layers(
 
 
 def _headline(report: LayerReport) -> str:
-    against = f" against {report.vs}" if report.vs else ""
     return (
-        f"One decode step of {report.model} with {_format.with_engine(report)}{against}, "
+        f"One decode step of {report.model} with "
+        f"{_format.with_engine(report)}{_format.against(report)}, "
         f"{report.depth} tokens in the cache"
     )
 
