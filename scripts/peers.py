@@ -51,9 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.add_model(parser)
-    parser.add_argument("-n", dest="n", type=options.positive, default=128, metavar="N")
-    parser.add_argument("-d", dest="depth", type=options.positive, default=128, metavar="N")
-    parser.add_argument("-r", dest="repeats", type=options.positive, default=3, metavar="N")
+    for flag, name, default, what in (
+        ("-n", "n", 128, "tokens after the first"),
+        ("-d", "depth", 128, "tokens in the cache before"),
+        ("-r", "repeats", 3, "repeats, after two that compile and capture"),
+    ):
+        said = f"{what} (default {default})"
+        parser.add_argument(
+            flag, dest=name, type=options.positive, default=default, metavar="N", help=said
+        )
     parser.add_argument(
         "--peers",
         default=",".join(PEERS),

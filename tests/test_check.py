@@ -235,6 +235,7 @@ def test_command_refuses_a_wrong_kernel(name: str, capsys: pytest.CaptureFixture
     assert "more" in out
     assert len(err.splitlines()) == 1
     assert "odd shape, 1x1 fp16" in err
+    assert all(line.count("relative error") <= 1 for line in out.splitlines())
 
 
 def test_command_as_json(capsys: pytest.CaptureFixture[str]) -> None:

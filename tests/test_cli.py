@@ -173,6 +173,18 @@ def test_an_unknown_option_leads_to_the_help_of_its_command(
     assert one_line(capsys) == f"{name}: unrecognized arguments: --odd (see {name} --help)\n"
 
 
+def test_options_of_drawing_without_a_temperature_are_told(
+    capsys: pytest.CaptureFixture[str], scripted: Any, model: str
+) -> None:
+    told = "minidecode: --top-k, --top-p: no effect without --temperature\n"
+    for options, first in (([], told), (["--temperature", "0.5"], "\n"), (["-q"], "")):
+        scripted("a")
+        asked = ["--prompt", "a", "--top-p", "0.9", "--top-k", "5", *options]
+        assert cli.main(["generate", model, *asked]) == 0
+        assert capsys.readouterr().err.startswith(first)
+        assert first or options == ["-q"]
+
+
 def test_a_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for spec in (str(tmp_path / "nothing"), "synthetic:nothing"):
         assert cli.main(["generate", spec, "--prompt", "a"]) in (1, 2)
@@ -325,7 +337,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_text_and_nothing_else_goes_to_stdout(
     capsys: pytest.CaptureFixture[str], scripted: Any, model: str
 ) -> None:
-    for options in ([], ["--no-stream"]):
+    for options, ended in (
+        ([], "the context was full"),
+        (["--no-stream", "--max-new-tokens", "14"], "length"),
+    ):
         scripted(" Paris.\n\nIt is")
         assert cli.main(["generate", model, "--prompt", "a", *options]) == 0
         captured = capsys.readouterr()
@@ -335,7 +350,7 @@ def test_the_text_and_nothing_else_goes_to_stdout(
             "load    250 ms   build 250 ms   prefill 12.0 ms (2 tokens)   first token 34.0 ms\n"
             "decode  50.0 tokens/s   20.0 ms a token   10.0 GB/s, 50.0 % of the 20.0 GB/s"
             " measured\n"
-            "tokens  14, then length   peak memory –   last logits 0123456789abcdef\n"
+            f"tokens  14, then {ended}   peak memory –   last logits 0123456789abcdef\n"
             f"kernel  scripted (torch)   {Path(model).name}   {captured.err.split('   ')[-1]}"
         )
 

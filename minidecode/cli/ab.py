@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         metavar="OP,…",
-        help="swap only these linear layers: qkv, o, gate_up, down, head; the rest stays A's",
+        help="swap only these linear layers: qkv, o, gate_up, down, head, or as checkpoints name"
+        " them (down_proj; q_proj is all of qkv); the rest stays A's",
     )
     parser.add_argument(
         "-n",
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=options.positive,
         default=ROUNDS,
         metavar="N",
-        help=f"pairs of samples of A and B, and of A and A (default {ROUNDS})",
+        help=f"pairs of samples of A and B, and of A and A (default {ROUNDS}, at least 12)",
     )
     options.add_device(parser)
     parser.add_argument(

@@ -71,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
         args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.seed
     )
     stops = StopStrings(args.stop)
+    idle = _without_temperature(args)
+    if idle and not args.quiet:
+        print(f"minidecode: {idle}: no effect without --temperature", file=sys.stderr)
     if args.system is not None and not args.chat:
         raise UsageError("--system needs --chat")
     options.check_kernel(args.kernel)
@@ -111,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result.to_dict(), allow_nan=False))
     else:
-        print(f"\n{_statistics(result)}", file=sys.stderr)
+        print(f"\n{_statistics(result, args.max_new_tokens)}", file=sys.stderr)
     return INTERRUPTED if interrupted() else 0
 
 
@@ -123,6 +126,16 @@ def _check_kernel(decoder: Decoder, progress: Progress) -> None:
     from minidecode.bench.gate import check_gemvs
 
     check_gemvs(decoder, decoder.kernel_set, progress)
+
+
+def _without_temperature(args: argparse.Namespace) -> str:
+    """The options given that say how to draw, where nothing is drawn."""
+    if args.temperature > 0.0:
+        return ""
+    usual = Sampling()
+    names = ("top_k", "top_p", "min_p")
+    given = [name for name in names if getattr(args, name) != getattr(usual, name)]
+    return ", ".join(f"--{name.replace('_', '-')}" for name in given)
 
 
 def _read_prompt(args: argparse.Namespace) -> str:
@@ -281,10 +294,12 @@ def _result(model: str, decoder: Decoder, writer: _Writer, interrupted: bool) ->
     )
 
 
-def _statistics(result: GenerateResult) -> str:
-    """Four lines for a person."""
+def _statistics(result: GenerateResult, wanted: int) -> str:
+    """Four lines for a person; `wanted` tokens were asked for."""
     from minidecode.records import is_above
 
+    short = result.stop_reason == "length" and result.n_gen < wanted
+    ended = "the context was full" if short else result.stop_reason
     peak, share, step_us = result.peak_memory_bytes, result.pct_read_bw, result.step_us
     speed = _amount(result.gb_s, "GB/s")
     if share is not None:
@@ -307,7 +322,7 @@ def _statistics(result: GenerateResult) -> str:
         ),
         (
             "tokens",
-            f"{result.n_gen}, then {result.stop_reason}",
+            f"{result.n_gen}, then {ended}",
             f"peak memory {_amount(None if peak is None else peak / 1e9, 'GB')}",
             f"last logits {result.logits_hash or '–'}",
         ),

@@ -256,11 +256,9 @@ def _lines(report: CheckReport, seconds: float, verbose: bool) -> list[str]:
         shown = shown[:MOST_FAILURES]
     lines = []
     for case in shown:
-        error = "" if case.rel_err is None else f" (relative error {case.rel_err:.1e})"
-        verdict = "ok" if case.passed else "WRONG"
-        lines.append(
-            f"  {verdict:5}  {case.label}{error}{': ' if case.message else ''}{case.message}"
-        )
+        error = "" if case.rel_err is None else f"relative error {case.rel_err:.1e}"
+        said = case.message or error  # a message that tells of an error has its size
+        lines.append(f"  {'ok' if case.passed else 'WRONG':5}  {case.label}: {said}".rstrip(": "))
     failures = sum(not case.passed for case in report.cases)
     if not verbose and failures > MOST_FAILURES:
         lines.append(f"  … and {failures - MOST_FAILURES} more")
@@ -283,6 +281,8 @@ def _say(progress: Progress, *lines: str) -> None:
 
 
 def _build(args: argparse.Namespace) -> int:
+    import torch
+
     from minidecode.kernels import build
 
     chosen = _chosen(args.kernel or ["all"], "all")
@@ -292,6 +292,11 @@ def _build(args: argparse.Namespace) -> int:
     python = [gemv for gemv in chosen if gemv.function is not None]
     if args.kernel and python:
         raise UsageError(f"{python[0].name} is a Python kernel: there is nothing to compile")
+    if torch.version.cuda is None:
+        raise MissingError(
+            f"kernels are compiled for torch's CUDA, and this PyTorch ({torch.__version__}) is"
+            " built without CUDA: install a CUDA build of torch"
+        )
     with Progress(args.quiet) as progress:
         compiled: list[str] = []
 

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         metavar="OP,…",
-        help="with --vs: swap only these linear layers: qkv, o, gate_up, down, head",
+        help="with --vs: swap only these linear layers: qkv, o, gate_up, down, head, or as"
+        " checkpoints name them (down_proj; q_proj is all of qkv)",
     )
     measure.add_depth(parser)
     parser.add_argument("--layers", action="store_true", help="a line an op in the table, too")
