@@ -51,6 +51,15 @@ def test_named_files_exist() -> None:
     assert not {name for name in named if not (ROOT / name).exists()}
 
 
+@pytest.mark.usefixtures("example_dir")
+def test_the_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = (block for block in blocks("python") if "minidecode.load" in block)
+    exec(compile(code, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert out.startswith(" Paris.")
+    assert out.rstrip().endswith(" eos")
+
+
 @needs.nvcc
 def test_the_kernel_compiles_against_the_declared_interface(tmp_path: Path) -> None:
     (source,) = blocks("cuda")
