@@ -492,12 +492,10 @@ class ABResult(Record):
     def sentence(self) -> str:
         """The verdict in words."""
         # As many digits as tell a bound from 1, where the verdict says that it is not.
-        digits = 3
-        while digits < 6 and self.verdict != NO_DIFFERENCE and self._bound_seems_one(digits):
-            digits += 1
-        ratio, low, high = (
-            f"{value:.{digits}f}" for value in (self.ratio, self.ratio_low, self.ratio_high)
-        )
+        bounds = (self.ratio_low, self.ratio_high)
+        told = (d for d in (3, 4, 5) if all(round(bound, d) != 1.0 for bound in bounds))
+        digits = 3 if self.verdict == NO_DIFFERENCE else next(told, 6)
+        ratio, low, high = (f"{value:.{digits}f}" for value in (self.ratio, *bounds))
         interval = f"95 % interval {low}–{high}"
         what = f" in {', '.join(self.only)}" if self.only else ""
         if self.verdict == NO_DIFFERENCE:
@@ -506,9 +504,6 @@ class ABResult(Record):
                 f"ratio {ratio} ({interval})"
             )
         return f"{self.b.kernel}{what} is {ratio}x as fast as {self.a.kernel} ({interval})"
-
-    def _bound_seems_one(self, digits: int) -> bool:
-        return 1.0 in (round(self.ratio_low, digits), round(self.ratio_high, digits))
 
     @property
     def slower_pct(self) -> float:

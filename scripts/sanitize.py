@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minidecode.kernels import build
+from minidecode.kernels.check import ODD_K, ODD_N, ROW_TOLERANCE, TOLERANCE
 from minidecode.kernels.tiles import Heads
 
 Array = npt.NDArray[Any]
@@ -83,7 +84,7 @@ def calls() -> Iterator[Call]:
 # Tails, odd row lengths, one element; each with a weight that starts off its alignment as well. The
 # last is for the rows that half2_stream stages by bulk copies.
 GEMV_SHAPES = (
-    *itertools.product((1, 3, 1000), (1, 2, 3, 7, 255, 257, 1056, 1152, 2049, 2176, 4095)),
+    *itertools.product(ODD_N, ODD_K),
     *((5, 64), (33, 1152), (2, 4096), (4610, 1032)),
 )
 
@@ -263,12 +264,12 @@ class Gpu:
         self._allocated.append(address)
         start = address.value + shift
         flat = np.ascontiguousarray(array)
-        # In one piece, but for what is in part unknown.
-        whole = flat.ndim < 2 or flat.dtype.kind != "f" or not np.isnan(flat).any()
-        rows = flat.reshape(1, -1) if whole else flat.reshape(-1, flat.shape[-1])
+        rows = flat.reshape(-1, flat.shape[-1]) if flat.ndim > 1 else flat.reshape(1, -1)
         known = np.ones(len(rows), bool)
         if flat.dtype.kind == "f":
             known = ~np.isnan(rows).all(axis=1)
+        if known.all():  # in one piece
+            rows, known = flat.reshape(1, -1), known[:1]
         for i in np.flatnonzero(known):
             row = rows[i]
             target = ctypes.c_uint64(start + int(i) * row.nbytes)
@@ -360,7 +361,6 @@ def run_python(name: str, dtypes: Sequence[str]) -> int:
     from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
 
     from minidecode.kernels import ops, registry
-    from minidecode.kernels.check import ROW_TOLERANCE, TOLERANCE
     from minidecode.kernels.gemv import inductor
 
     # Under a tool there is no end of inductor's trials: its kernels as they are, with the first

@@ -163,6 +163,7 @@ def test_a_choice_that_gains_nothing_is_not_made(
     turns = iter(range(10**6))
     found = tuned(made(max_position_embeddings=1024), lambda _: 100.0 - next(turns) * 1e-6)
     assert (found.tiles, found.splits) == ({}, {})
+    assert found.before_us == found.after_us
 
 
 def test_a_choice_that_was_only_luck_is_not_made(

@@ -93,6 +93,8 @@ def tune_step(decoder: Decoder, depth: int, progress: Progress, *, tiles: bool =
             if us < best_us * (1 - _LEAST_GAIN):
                 best, best_us = best.but(variation.tiles, variation.splits), us
             steps[at] = (key, [v for t, v in measured if t < us * _CLOSE])
+    if best is first:
+        return Tuned(best_us, best_us, {}, {})
     # The least of many measurements is partly luck: both once more, one after the other.
     before, after = (_step_us(decoder, choices, depth) for choices in (first, best))
     if after >= before:

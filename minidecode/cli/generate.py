@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.seed
     )
     stops = StopStrings(args.stop)
-    idle = _without_temperature(args)
+    idle = _without_temperature(sampling)
     if idle and not args.quiet:
         print(f"minidecode: {idle}: no effect without --temperature", file=sys.stderr)
     if args.system is not None and not args.chat:
@@ -83,9 +83,8 @@ def run(args: argparse.Namespace) -> int:
         directory = options.find_model(args, progress)
         progress(None, "reading the tokenizer")
         if directory is not None:
-            models.load_config(
-                directory
-            )  # or the tokenizer's library speaks of what is wrong in it
+            # Or the tokenizer's library speaks of what is wrong in it.
+            models.load_config(directory)
         text = None if directory is None else Text(directory)
         ids = _encode(text, prompt, args)
         decoder = options.load(args, progress, directory)
@@ -128,13 +127,13 @@ def _check_kernel(decoder: Decoder, progress: Progress) -> None:
     check_gemvs(decoder, decoder.kernel_set, progress)
 
 
-def _without_temperature(args: argparse.Namespace) -> str:
+def _without_temperature(sampling: Sampling) -> str:
     """The options given that say how to draw, where nothing is drawn."""
-    if args.temperature > 0.0:
+    if sampling.temperature > 0.0:
         return ""
     usual = Sampling()
     names = ("top_k", "top_p", "min_p")
-    given = [name for name in names if getattr(args, name) != getattr(usual, name)]
+    given = [name for name in names if getattr(sampling, name) != getattr(usual, name)]
     return ", ".join(f"--{name.replace('_', '-')}" for name in given)
 
 

@@ -281,8 +281,6 @@ def _say(progress: Progress, *lines: str) -> None:
 
 
 def _build(args: argparse.Namespace) -> int:
-    import torch
-
     from minidecode.kernels import build
 
     chosen = _chosen(args.kernel or ["all"], "all")
@@ -292,11 +290,6 @@ def _build(args: argparse.Namespace) -> int:
     python = [gemv for gemv in chosen if gemv.function is not None]
     if args.kernel and python:
         raise UsageError(f"{python[0].name} is a Python kernel: there is nothing to compile")
-    if torch.version.cuda is None:
-        raise MissingError(
-            f"kernels are compiled for torch's CUDA, and this PyTorch ({torch.__version__}) is"
-            " built without CUDA: install a CUDA build of torch"
-        )
     with Progress(args.quiet) as progress:
         compiled: list[str] = []
 

@@ -12,6 +12,7 @@ from minidecode.records import (
     GpuState,
     LayerReport,
     LayerRow,
+    LayerTotal,
     Run,
     is_above,
 )
@@ -23,11 +24,11 @@ ABOVE = "*"
 ABOVE_RUNS = "above the measured read ceiling: a cache served part of it"
 ABOVE_GEMV = "above 100 %: faster than our pure read of the same bytes"
 CACHED = "cache"
-# Shares of the step that no op accounts for are a word worth from here.
+CACHED_NOTE = "cache: faster than memory can be read, the weights came out of a cache"
+# A share of the step that no op accounts for is worth a word from here, in per cent.
 MUCH_UNEXPLAINED = 3.0
 # The engine of a step whose ops are not all in one.
 MIXED = "mixed"
-CACHED_NOTE = "cache: faster than memory can be read, the weights came out of a cache"
 
 
 def numbers(
@@ -141,6 +142,17 @@ def binary_size(n_bytes: float) -> str:
 def count(n: float) -> str:
     """A number of parameters in M or B, as llama-bench shows it."""
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
+
+
+def total_times(
+    totals: Sequence[LayerTotal], digits: int | None = None
+) -> list[tuple[str, str, str]]:
+    """µs of each total, the other kernel's and the difference, all with as many digits."""
+    us = numbers([total.us for total in totals], digits=digits)
+    digits = len(us[0].partition(".")[2])
+    vs = numbers([total.vs_us for total in totals], digits=digits)
+    delta = numbers([total.delta_us for total in totals], signed=True, digits=digits)
+    return list(zip(us, vs, delta, strict=True))
 
 
 def shape(sizes: Sequence[int]) -> str:

@@ -98,29 +98,28 @@ def layers(report: LayerReport) -> str:
     )
     heads = ["ops:", "µs:", *versus, "% step:", "bytes:", "GB/s:", "% read:"]
     text = f"{_escaped(head)}\n\n{_table(['op', *heads], rows)}\n"
-    digits = len(numbers([total.us for total in report.by_layer])[0].partition(".")[2])
-    text += f"{_table(['layer', *heads], _totals(report, report.by_layer, digits))}\n"
+    text += f"{_table(['layer', *heads], _totals(report, report.by_layer))}\n"
     text += _layer_rows(report)
     text += "".join(map(_note, _format.layer_notes(report, every_row=True)))
     return f"{text}\n{_code(report.command)}"
 
 
-def _totals(report: LayerReport, totals: Sequence[LayerTotal], digits: int) -> list[list[str]]:
-    us = numbers([t.us for t in totals], digits=digits)
-    vs = numbers([t.vs_us for t in totals], digits=digits)
-    delta = numbers([t.delta_us for t in totals], digits=digits, signed=True)
+def _totals(
+    report: LayerReport, totals: Sequence[LayerTotal], digits: int | None = None
+) -> list[list[str]]:
+    times = _format.total_times(totals, digits)
     return [
         [
             total.name,
             str(total.ops),
-            us[i],
-            *([vs[i], delta[i]] if report.vs is not None else []),
+            us,
+            *(versus if report.vs is not None else []),
             _format.of_step(total.pct_step),
             _format.size(total.bytes),
             speed(total.gb_s, report.read_bw_gb_s),
             share(total.pct_read_bw),
         ]
-        for i, total in enumerate(totals)
+        for total, (us, *versus) in zip(totals, times, strict=True)
     ]
 
 

@@ -127,22 +127,22 @@ def _step_lines(report: LayerReport) -> list[str]:
     return lines
 
 
-def _totals(report: LayerReport, totals: Sequence[LayerTotal], digits: int) -> list[list[str]]:
-    """The cells of these totals, under the heads of `_total_heads` after the first."""
-    compared = report.vs is not None
-    us = numbers([t.us for t in totals], digits=digits)
-    vs = numbers([t.vs_us for t in totals], digits=digits)
-    delta = numbers([t.delta_us for t in totals], signed=True, digits=digits)
+def _totals(
+    report: LayerReport, totals: Sequence[LayerTotal], digits: int | None = None
+) -> list[list[str]]:
+    """The cells of these totals, under the heads of `_total_heads`."""
+    times = _format.total_times(totals, digits)
     return [
         [
+            total.name,
             str(total.ops),
-            us[i],
+            us,
             _format.of_step(total.pct_step),
-            *([vs[i], delta[i]] if compared else [_format.size(total.bytes)]),
+            *(versus if report.vs is not None else [_format.size(total.bytes)]),
             speed(total.gb_s, report.read_bw_gb_s),
             share(total.pct_read_bw),
         ]
-        for i, total in enumerate(totals)
+        for total, (us, *versus) in zip(totals, times, strict=True)
     ]
 
 
@@ -153,10 +153,8 @@ def _total_heads(report: LayerReport, first: str) -> list[str | tuple[str, str]]
 
 def _layers_table(report: LayerReport) -> Table:
     table = _table(_total_heads(report, "layer"))
-    totals = report.by_layer
-    digits = len(numbers([total.us for total in totals])[0].partition(".")[2])
-    for total, cells in zip(totals, _totals(report, totals, digits), strict=True):
-        table.add_row(total.name, *cells)
+    for cells in _totals(report, report.by_layer):
+        table.add_row(*cells)
     return table
 
 
@@ -169,7 +167,7 @@ def _kinds_table(report: LayerReport) -> Table:
     digits = len(us[-1].partition(".")[2])
     for total, cells in zip(totals, _totals(report, totals, digits), strict=True):
         bar = [] if compared else [_text(_bar(total.pct_read_bw), "cyan")]
-        table.add_row(total.name, *cells, *bar)
+        table.add_row(*cells, *bar)
     table.add_section()
     blank = ["", ""] if compared else [""]
     vs_step = number(report.vs_step_us, digits)
