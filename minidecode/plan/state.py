@@ -52,7 +52,7 @@ class State:
         self.activation = half(c.intermediate_size)
         self.head_out = half(c.vocab_size)
         self.logits = torch.zeros(c.vocab_size, dtype=torch.float32, device=device)
-        # Greatest (logit, token) so far as one sortable integer; see cuda/step/next_token.cu.
+        # Greatest (logit, token) so far as one sortable integer; see minidecode/best.cuh.
         self.best = torch.zeros(1, dtype=torch.int64, device=device)
         self.position, self.token, self.stopped = ints(1), ints(1), ints(1)
         self.eos = torch.full((MAX_EOS,), PENDING, dtype=torch.int32, device=device)
