@@ -498,6 +498,7 @@ def test_link_folder_for_a_wheels_runtime_library(cache: Path, tmp_path: Path) -
             '/a/k.cu:12: identifier "x" is undefined',
         ),
         ("/my dir/k.cu(3): error #20: odd", "/my dir/k.cu:3: odd"),
+        ("/dl (1)/k (2).cu(3): error: a(4): b", "/dl (1)/k (2).cu:3: a(4): b"),
         ("k.cu:5:10: fatal error: no.h: No such file", "k.cu:5: no.h: No such file"),
         ("nvcc fatal   : Unsupported gpu architecture 'compute_10'",) * 2,
         ("ptxas error   : Entry function 'f' uses too much shared data",) * 2,

@@ -525,8 +525,7 @@ def require_cuda_torch() -> None:
 
     if torch.version.cuda is None:
         raise MissingError(
-            f"this PyTorch ({torch.__version__}) is built without CUDA: install a CUDA build of"
-            " torch, or use --device cpu"
+            f"this PyTorch ({torch.__version__}) is built without CUDA: a CUDA build is needed"
         )
 
 
@@ -711,9 +710,7 @@ def _cache_errors(folder: Path) -> Iterator[None]:
 
 _ERROR_LINES = (
     # nvcc: kernel.cu(12): error: identifier "x" is undefined
-    re.compile(
-        r"^(?P<file>[^\s(][^(\n]*)\((?P<line>\d+)\): (?:\w+ )?error(?: #[\w-]+)?: (?P<text>.+)$"
-    ),
+    re.compile(r"^(?P<file>\S.*?)\((?P<line>\d+)\): (?:\w+ )?error(?: #[\w-]+)?: (?P<text>.+)$"),
     # g++: kernel.cu:12:10: fatal error: no.h: No such file or directory
     re.compile(r"^(?P<file>[^\s:][^:\n]*):(?P<line>\d+):(?:\d+:)? (?:fatal )?error: (?P<text>.+)$"),
     # ptxas, nvlink, ld and nvcc without a place in the source
