@@ -58,8 +58,8 @@ def test_a_right_kernel_passes_every_case() -> None:
     odd_k = (1, 2, 3, 7, 255, 257, 1056, 1152, 2049, 2176, 4095)
     assert {(n, k) for n in (1, 3, 1000) for k in odd_k} < shapes
     assert {(65536, 64), (128256, 64), (151936, 64), (49152, 576)} < shapes
-    # A rest of either parity and none, one row and many.
-    off = {(1, 2), (3, 7), (1000, 257), (1000, 1056), (1000, 2049), (64, 4096)}
+    # Every odd length; and many rows, with a rest of either parity and none.
+    off = {*((3, k) for k in odd_k), (1000, 257), (1000, 1056), (1000, 2049), (64, 4096)}
     for which in ("w", "x", "y", "w, x and y"):
         name = f"{which} one element off alignment"
         assert {(case.n, case.k) for case in report.cases if case.name == name} == off

@@ -50,7 +50,10 @@ LARGE_MODELS = (
     (28672, 4096),
     (4096, 14336),
 )
-UNALIGNED = ((1, 2), (3, 7), (1000, 257), (1000, 1056), (1000, 2049), (64, 4096))
+UNALIGNED = (
+    *((3, k) for k in ODD_K),
+    *((1000, 257), (1000, 1056), (1000, 2049), (64, 4096)),
+)
 # Which operands start one element off a 16-byte boundary.
 OFFSETS = {"w": (0, 1, 0), "x": (0, 0, 1), "y": (1, 0, 0), "w, x and y": (1, 1, 1)}
 USUAL_SHAPE = (1000, 1056)
@@ -88,7 +91,7 @@ class CheckCase:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What the gate found; a kernel passes when no case failed and some case ran in each dtype."""
+    """What the gate found; a kernel passes when some case ran and none failed."""
 
     kernel: str
     device: str
