@@ -14,8 +14,8 @@ from decoding import IDS
 import minidecode
 from minidecode import models
 from minidecode.decode import Decoder
-from minidecode.errors import MissingError, UsageError
-from minidecode.kernels import registry
+from minidecode.errors import MinidecodeError, MissingError, UsageError
+from minidecode.kernels import registry, step
 from minidecode.kernels.tiles import (
     ANY_WARPS,
     HEADS_PER_BLOCK,
@@ -373,6 +373,12 @@ def test_splits(device: Device, heads: tuple[int, int]) -> None:
         assert candidates
         for split in candidates:
             assert split.warps in {64: (4, 8, 16), 128: (4, 8), 256: (2, 4)}[head_dim]
+
+
+def test_heads_that_no_attention_on_a_gpu_takes() -> None:
+    assert step.attention_file(Heads(8, 2, 512)) == step.ATTENTION_ANY
+    with pytest.raises(MinidecodeError, match="head_dim 514: attention on a GPU goes to 512"):
+        step.attention_file(Heads(8, 2, 514))
 
 
 @pytest.mark.parametrize("device", [H200, A100])

@@ -18,7 +18,7 @@ import torch
 from minidecode.errors import MinidecodeError
 from minidecode.kernels import build
 from minidecode.kernels.enqueue import enqueue
-from minidecode.kernels.tiles import Heads, Split, Tile
+from minidecode.kernels.tiles import MOST_HEAD_DIM, Heads, Split, Tile
 
 Launch = Callable[[], None]
 
@@ -209,7 +209,11 @@ class Cache:
 
 
 def attention_file(heads: Heads) -> str:
-    """The kernel file, without ".cu", for heads of this size."""
+    """The kernel file, without ".cu", for heads of this size; MinidecodeError where none is."""
+    if heads.head_dim > MOST_HEAD_DIM:
+        raise MinidecodeError(
+            f"head_dim {heads.head_dim}: attention on a GPU goes to {MOST_HEAD_DIM}; use the CPU"
+        )
     return ATTENTION if heads.on_tensor_cores else ATTENTION_ANY
 
 

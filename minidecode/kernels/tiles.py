@@ -11,8 +11,9 @@ OWN_SHARED_BYTES = 3 * 1024
 # The tensor-core attention: query heads of a block, and head_dim, at most.
 HEADS_PER_BLOCK = 8
 TENSOR_CORE_HEAD_DIM = 256
-# The attention for any head_dim: warps of a block.
+# The attention for any other head_dim: warps of a block, and head_dim, at most.
 ANY_WARPS = 4
+MOST_HEAD_DIM = 512
 # Blocks that share a context, at most: a warp joins their parts.
 MAX_SPLITS = 32
 
