@@ -78,7 +78,22 @@ def test_what_other_kernels_were_measured_with_is_not_used(
     assert json.loads(path.read_text())["tiles"] == {}
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"sources": "HASH", "tiles": {"qkv": {"x": 1}}}'])
+SPLITS = '{"sources": "HASH", "splits": {"context": %s}}'
+TILES = '{"sources": "HASH", "tiles": {"qkv 960x576": %s}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]"),
+        *(TILES % t for t in ('{"x": 1}', '{"threads": 33, "rows": 2}', '{"threads": 64}')),
+        TILES % '{"threads": 64, "rows": 4, "resident": null}',
+        TILES % '{"threads": 64, "rows": 0}',
+        TILES % '{"threads": 64, "rows": "1;"}',
+        *(SPLITS % s for s in ('{"splits": 99, "warps": 8}', '{"splits": 2, "warps": 0}')),
+        SPLITS % '{"splits": 2, "warps": true}',
+    ],
+)
 def test_a_damaged_file_counts_as_empty(text: str, gpu: SimpleNamespace) -> None:
     path = tune.cache_file(GPU)
     path.parent.mkdir(parents=True)

@@ -33,6 +33,15 @@ class Tile:
     staged: int = 0
     resident: int = 1
 
+    def __post_init__(self) -> None:
+        """ValueError for what is no tile: choices come from files, and go into source code."""
+        fields = (self.threads, self.rows, self.unroll, self.staged, self.resident)
+        if not all(type(value) is int and 0 <= value <= 1024 for value in fields):
+            raise ValueError(f"no tile: {fields}")
+        some = self.threads and self.unroll and self.resident and self.rows + self.staged
+        if self.threads % 32 or not some:
+            raise ValueError(f"no tile: {fields}")
+
     @property
     def spelled(self) -> str:
         """The C++ type."""
@@ -51,6 +60,13 @@ class Split:
 
     splits: int
     warps: int
+
+    def __post_init__(self) -> None:
+        """ValueError for what is no split: choices come from files."""
+        if not (type(self.splits) is type(self.warps) is int):
+            raise ValueError(f"no split: {self.splits}, {self.warps}")
+        if not (1 <= self.splits <= MAX_SPLITS and 1 <= self.warps <= 32):
+            raise ValueError(f"no split: {self.splits}, {self.warps}")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ _SOURCES = (
     "norm_linear_swiglu.cu",
     "norm_linear_logits.cu",
     "attention.cu",
+    "attention_any.cu",
 )
 
 
@@ -107,10 +108,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _parse(stored: Mapping[str, Any]) -> tuple[dict[str, Tile], dict[str, Split]]:
-    """What can be read of a stored document; a file of another version counts as empty."""
+    """What a stored document holds; one that is damaged or of another version counts as empty."""
     try:
         tiles = {key: Tile(**fields) for key, fields in stored.get("tiles", {}).items()}
         splits = {key: Split(**fields) for key, fields in stored.get("splits", {}).items()}
-    except (TypeError, AttributeError):
+    except (TypeError, ValueError, AttributeError):
         return {}, {}
     return tiles, splits
