@@ -203,7 +203,6 @@ def test_sampling_has_an_op_only_where_a_kernel_draws(decoder: Decoder) -> None:
         ("q_proj,k_proj,v_proj,qkv", ("qkv",)),
         (" gate_proj , up_proj ,", ("gate_up",)),
         ("lm_head,o_proj", ("head", "o")),
-        ("", ()),
     ],
 )
 def test_names_of_linear_layers(names: str, kinds: tuple[str, ...]) -> None:
@@ -213,6 +212,9 @@ def test_names_of_linear_layers(names: str, kinds: tuple[str, ...]) -> None:
 def test_unknown_linear_layer() -> None:
     with pytest.raises(UsageError, match=r"'attn'; there are qkv, o, gate_up, down, head, q_proj"):
         linear_kinds("o,attn")
+    for empty in ("", " , "):
+        with pytest.raises(UsageError, match="--only: no linear layer in it"):
+            linear_kinds(empty)
 
 
 def test_default_kernel_set_of_the_cpu() -> None:

@@ -68,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
 
     from minidecode.bench import ab
     from minidecode.loading import resolve_device
-    from minidecode.plan import kernel_set
+    from minidecode.plan import kernel_set, linear_kinds
     from minidecode.report import writer
 
-    only = options.linear_kinds(args.only)
+    only = () if args.only is None else linear_kinds(args.only)
     device = resolve_device(args.device)
     a, b = kernel_set(args.a, device), kernel_set(args.b, device)
     names = (a.name, b.name)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from minidecode.cli.progress import Progress
     from minidecode.decode import Decoder
     from minidecode.kernels.registry import Gemv
-    from minidecode.models.stages import LinearKind
 
 SYNTHETIC = "synthetic:"
 MODEL_HELP = "directory, owner/name, synthetic:NAME or example (default: %(default)s)"
@@ -59,16 +58,6 @@ def gemv_kernel(spec: str, also: Sequence[str] = ()) -> Gemv:
     if spec in registry.ENGINES and spec not in registry.gemvs():
         raise UsageError(f"{spec} is an engine, a whole decode step; this takes GEMVs alone")
     return registry.resolve(spec, also)
-
-
-def linear_kinds(only: str | None) -> tuple[LinearKind, ...]:
-    """The kinds of linear layer of an `--only`, none of None. UsageError for one without any."""
-    from minidecode import plan
-
-    kinds = () if only is None else plan.linear_kinds(only)
-    if only is not None and not kinds:
-        raise UsageError("--only: no linear layer in it")
-    return kinds
 
 
 def check_device(name: str) -> None:

@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
     from minidecode.bench import layers
     from minidecode.bench.gate import Gate
     from minidecode.loading import resolve_device
-    from minidecode.plan import kernel_set
+    from minidecode.plan import kernel_set, linear_kinds
     from minidecode.report import writer
 
-    only = options.linear_kinds(args.only)
+    only = () if args.only is None else linear_kinds(args.only)
     device = resolve_device(args.device)
     kernels, vs = kernel_set(args.kernel, device), None
     if args.vs is not None:

@@ -99,6 +99,8 @@ def linear_kinds(names: str) -> tuple[LinearKind, ...]:
             known = ", ".join([*LINEAR_KINDS, *_ALIASES])
             raise UsageError(f"no linear layer is called {name!r}; there are {known}")
         kinds[kind] = None
+    if not kinds:
+        raise UsageError("--only: no linear layer in it")
     return tuple(kinds)
 
 
