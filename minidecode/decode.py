@@ -404,7 +404,7 @@ class Decoder:
                 else None
             ),
             logits_hash=self._logits_hash(run, steps),
-            peak_memory_bytes=_peak_memory(self.device),
+            peak_memory_bytes=peak_memory(self.device),
         )
 
     def _logits_hash(self, run: _Run, steps: int) -> str:
@@ -434,7 +434,7 @@ class _Run:
     last: float = 0.0
 
 
-def _peak_memory(device: torch.device) -> int | None:
+def peak_memory(device: torch.device) -> int | None:
     """Most bytes that were allocated on a GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -75,7 +75,7 @@ def test_every_field_under_its_name(capsys: pytest.CaptureFixture[str], tiny_mod
         assert run["model_type"] == "llama 0.08M F16"
         assert run["model_size"] == 2 * run["model_n_params"]
         assert (run["backend"], run["gpu_info"]) == ("CPU", "")
-        assert run["peak_memory_bytes"] is None
+        assert run["peak_memory_bytes"] > 2**20
 
 
 def test_the_numbers_of_a_test_follow_from_its_samples(

@@ -12,7 +12,7 @@ import torch
 from minidecode.bench import device as machine
 from minidecode.bench import stats
 from minidecode.bench.gate import Progress, random_ids
-from minidecode.decode import STEPS_PER_GRAPH
+from minidecode.decode import STEPS_PER_GRAPH, peak_memory
 from minidecode.errors import MinidecodeError
 from minidecode.plan.state import NON_FINITE, PENDING
 from minidecode.records import Run, gb_per_s, is_above, percent
@@ -255,7 +255,7 @@ def record(
         read_bw_gb_s=environment.read_bw_gb_s,
         pct_read_bw=share,
         served_from_cache=is_above(share),
-        peak_memory_bytes=torch.cuda.max_memory_allocated(decoder.device) if on_gpu else None,
+        peak_memory_bytes=peak_memory(decoder.device),
         load_s=decoder.load_seconds,
         build_s=decoder.build_seconds,
         environment=environment,
