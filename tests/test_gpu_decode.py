@@ -347,11 +347,14 @@ def test_on_a_side_stream(made: Callable[..., tiny.Tiny], spec: str) -> None:
     decoder = load(made(**MODELS["llama-wide"]).directory)
     decoder.kernel_set = kernels_of(spec)
     expected = list(decoder.generate(IDS, 30))
+    assert decoder.last is not None
+    logits = decoder.last.logits_hash
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(1_000_000)
         assert list(decoder.generate(IDS, 30)) == expected
+        assert decoder.last.logits_hash == logits
         fresh = load(decoder.directory, kernel=spec)  # type: ignore[arg-type]
         assert list(fresh.generate(IDS, 30)) == expected
 

@@ -95,7 +95,7 @@ def fused_linear_expected(
 
 
 @pytest.mark.parametrize("stem", FILES)
-@pytest.mark.parametrize("k", [64, 576, 2048, 4096, 14_336])
+@pytest.mark.parametrize("k", [64, 576, 1056, 1152, 2048, 2176, 4096, 14_336])
 def test_fused_linear_with_every_tile(random: torch.Generator, stem: str, k: int) -> None:
     tiles = tile_candidates(k, device())
     step.compile_kernels((stem, tile) for tile in tiles)
@@ -552,6 +552,17 @@ def test_greedy_draws(random: torch.Generator) -> None:
     seen[logits.argmax()] = True
     second = int(logits.topk(2).indices[1])
     assert set(draws(logits, Sampling(repetition_penalty=1e6), 3, seen).tolist()) == {second}
+
+
+def test_the_norm_in_a_linear_of_large_values() -> None:
+    """A sum of 4,096 squares of 300 in FP16 would be infinite, and its norm 0."""
+    w, norm = (torch.zeros(*shape, device="cuda").half() for shape in ((64, 4096), (4096,)))
+    w.fill_diagonal_(1.0)
+    norm.fill_(1.0)
+    x, y = torch.full_like(norm, 300.0), nan(64)
+    tile = default_tile(64, 4096, device())
+    step.fused_linear(step.NORM_LINEAR, tile, w=w, x=x, y=y, norm=norm, eps=EPS)()
+    assert bool((y == 1.0).all())
 
 
 # --- streams and devices --------------------------------------------------------------------------
