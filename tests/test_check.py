@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from minidecode import cli
 from minidecode.errors import MinidecodeError
 from minidecode.kernels import registry
-from minidecode.kernels.check import CheckReport, check
+from minidecode.kernels.check import CheckReport, _Problem, check
 from minidecode.records import CheckResult
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -282,6 +283,20 @@ def test_a_file_that_does_not_import_is_no_wrong_kernel(
 # --- on a GPU -------------------------------------------------------------------------------------
 
 CUDA_REFUSED_FOR = {**REFUSED_FOR, "default_stream": "on a side stream"}
+
+
+@pytest.mark.parametrize(("share", "right"), [(1e-5, True), (3e-5, False)])
+def test_a_sum_that_cancels_is_judged_by_its_size_by_chance(share: float, right: bool) -> None:
+    problem = _Problem((1, 2176), "fp32", torch.device("cpu"), 0)
+    problem.w[0, 0] -= problem.reference[0] / problem.x[0]
+    problem.settle()
+    size = float(problem.row_scale)
+    assert abs(float(problem.reference)) < 1e-6 * size
+    problem.y.copy_(problem.reference + share * size)
+    relative, fault = problem.fault()
+    assert relative is not None
+    assert relative > 1
+    assert (fault == "") is right
 
 
 @pytest.mark.gpu
