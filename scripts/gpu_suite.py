@@ -212,7 +212,9 @@ def run_sanitizer(folder: Path, limit: float) -> dict[str, Any]:
                 return {f"{whose} without a tool": made}
 
             def under(tool: str) -> Done:
-                options = ("--tool", tool, "--error-exitcode", "99", "--target-processes", "all")
+                # On a busy machine Python may take more than the usual 10 s to reach the driver.
+                options = ["--tool", tool, "--launch-timeout", "120", "--error-exitcode", "99"]
+                options += ["--target-processes", "all"]
                 return call(f"{tool}-{whose}", arguments, "compute-sanitizer", *options)
 
             with ThreadPoolExecutor(len(TOOLS)) as pool:
