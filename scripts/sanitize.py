@@ -374,6 +374,10 @@ def run_python(name: str, dtypes: Sequence[str]) -> int:
     if name == "inductor":
         # A case is a compilation, under a tool as well: of each shape in turn one of the two.
         cases = [(shape, i % 2) for i, shape in enumerate(GEMV_SHAPES)]
+    if name == "cublas":
+        # For many rows of whole 16 bytes it may take kernels that write by TMA: initcheck does not
+        # see what they write, and racecheck takes the stages of their pipeline for a race.
+        cases = [((n, k), by) for (n, k), by in cases if n < 1000 or k % 8 or by]
     for dtype, ((n, k), by) in itertools.product(dtypes or gemv.dtypes, cases):
         kind = ops.torch_dtype(dtype)
         host = [torch.from_numpy(halves(*shape)).to(kind) for shape in ((n, k), (k,))]
