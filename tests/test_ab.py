@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -227,6 +228,27 @@ def test_a_wrong_kernel_is_refused_before_any_number_is_printed(
     assert captured.err.count("\n") == 1
     assert f"{kernel} is wrong" in captured.err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["generate", "ab"])
+def test_a_layer_that_a_kernel_refuses_is_told_before_anything_is_printed(
+    capsys: pytest.CaptureFixture[str], tiny_model: str, tmp_path: Path, command: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\ndef f(y, w, x):\n    if len(y) == len(x):\n"
+        "        raise NotImplementedError\n    torch.mv(w, x, out=y)\n"
+    )
+    kernel = f"{file}:f"
+    arguments = {
+        "generate": ["generate", tiny_model, "--kernel", kernel, "--prompt", "a"],
+        "ab": ["ab", "torch", kernel, "-m", tiny_model],
+    }
+    assert cli.main(arguments[command]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert re.search(r"layers\.0\.attn\.o: kernel .*:f does not support n=\d+, k=", captured.err)
 
 
 @pytest.mark.parametrize("kernel", ["zeros", "nan", "skips_last_row", "wrong_after_ten"])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minidecode.errors import KernelWrongError
+from minidecode.errors import KernelWrongError, MinidecodeError
 from minidecode.kernels.check import check
 from minidecode.plan import exact
 from minidecode.records import GateResult
@@ -196,19 +196,20 @@ def check_gemvs(
     """Each GEMV of a kernel set by itself on the shapes that it gets in this model.
 
     Those in `passed` are left out, and those that pass are added. Raises KernelWrongError, and
-    MinidecodeError where there was no memory to check in.
+    MinidecodeError for a layer that the kernel does not support, and where there was no memory to
+    check in.
     """
     passed = set() if passed is None else passed
     decoder.prepare(1)
     used = [kernels.gemv, *kernels.swapped.values()]
     gemvs = {gemv.name: gemv for gemv in used if gemv is not None}
-    shapes: dict[Gemv, dict[tuple[int, int], None]] = {}
+    layers: dict[Gemv, dict[tuple[int, int], str]] = {}
     for op in decoder.runner(kernels).plan(0).ops:
         gemv = gemvs.get(op.kernel)
         if gemv is not None and op.engine == "composed" and gemv not in passed:
             n, k = op.shape
-            shapes.setdefault(gemv, {})[n, k] = None
-    for gemv, wanted in shapes.items():
+            layers.setdefault(gemv, {}).setdefault((n, k), op.name)
+    for gemv, named in layers.items():
 
         def show(case: str, name: str = gemv.name) -> None:
             if progress is not None:
@@ -218,9 +219,18 @@ def check_gemvs(
             gemv,
             decoder.device,
             dtypes=("fp16",),
-            shapes=list(wanted),
+            shapes=list(named),
             stop_at_failure=True,
             on_case=show,
         )
+        ran = {(case.n, case.k) for case in report.cases if case.rel_err is not None}
+        refused = {(case.n, case.k) for case in report.cases if not case.supported} - ran
+        failed = report.first_failure
+        if failed is None or not failed.supported:
+            for (n, k), layer in named.items():
+                if (n, k) in refused:
+                    raise MinidecodeError(
+                        f"{layer}: kernel {gemv.name} does not support n={n}, k={k}"
+                    )
         report.require()
         passed.add(gemv)
