@@ -280,6 +280,22 @@ def test_a_file_that_does_not_import_is_no_wrong_kernel(
     assert "k.py:1: ModuleNotFoundError" in capsys.readouterr().err
 
 
+def test_what_cannot_be_built_does_not_end_the_check_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "k.py").write_text("import no_such_module\ndef f(y, w, x): ...\n")
+    broken, zeros = f"{tmp_path / 'k.py'}:f", f"{HOSTILE / 'hostile.py'}:zeros"
+    asked = ["--dtype", "fp16", "--device", "cpu", "--json"]
+    assert cli.main(["kernels", "check", broken, "torch", *asked]) == 1
+    out, err = capsys.readouterr()
+    assert [document["passed"] for document in json.loads(out)] == [True]
+    assert "k.py:1: ModuleNotFoundError" in err
+    assert cli.main(["kernels", "check", zeros, broken, "torch", *asked]) == 3
+    out, err = capsys.readouterr()
+    assert [document["passed"] for document in json.loads(out)] == [False, True]
+    assert re.search(r"k\.py:1: ModuleNotFoundError.*\n.*zeros is wrong", err)
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 CUDA_REFUSED_FOR = {**REFUSED_FOR, "default_stream": "on a side stream"}

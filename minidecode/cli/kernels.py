@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from minidecode.cli import options, streams
 from minidecode.cli.progress import Progress
-from minidecode.errors import MissingError, UsageError
+from minidecode.errors import KernelWrongError, MinidecodeError, MissingError, UsageError
 
 if TYPE_CHECKING:
     from minidecode.kernels.check import CheckReport
@@ -172,8 +172,8 @@ def _check(args: argparse.Namespace) -> int:
 
     device = resolve_device(args.device)
     everything = "all" in args.kernel
-    reports: list[CheckReport] = []
     documents: list[dict[str, Any]] = []
+    errors: list[MinidecodeError] = []
     problems = {gemv.name: _problem(gemv, device.type, args.dtype) for gemv in chosen}
     if not everything:  # known before minutes of checking others
         for problem in filter(None, problems.values()):
@@ -189,22 +189,32 @@ def _check(args: argparse.Namespace) -> int:
                 continue
             start = time.perf_counter()
             progress(None, f"compiling {gemv.name}")
-            gemv.prepare()  # what cannot be built is no wrong kernel
+            try:
+                gemv.prepare()
+            except MinidecodeError as error:  # what cannot be built is no wrong kernel
+                errors.append(error)
+                continue
 
             def show(case: str, name: str = gemv.name) -> None:
                 progress(None, f"{name}: {case}")
 
             report = check(gemv, device, dtypes=[args.dtype] if args.dtype else None, on_case=show)
-            reports.append(report)
             documents.append(_document(report, args))
             seconds = time.perf_counter() - start
             if not args.json:
                 _say(progress, *_lines(report, seconds, args.verbose))
+            try:
+                report.require()
+            except MinidecodeError as error:
+                errors.append(error)
     if args.json:
         streams.show(f"{json.dumps(documents)}\n")
-    for report in reports:
-        report.require()
-    if not reports:
+    if errors:
+        errors.sort(key=lambda error: isinstance(error, KernelWrongError))  # the worst is last
+        for other in errors[:-1]:
+            print(f"minidecode: {other}", file=sys.stderr)
+        raise errors[-1]
+    if not documents:
         raise MissingError(f"none of these kernels runs on {device.type} here")
     return 0
 
