@@ -430,8 +430,9 @@ def test_a_shape_that_a_kernel_refuses_is_told(
         tmp_path, "if len(y) == 64:\n    raise NotImplementedError\ntorch.mv(w, x, out=y)"
     )
     for shapes, times in (("64x48,32x48", 1), ("64x48", 0)):
-        code, out, _ = run(capsys, "--kernel", spec, "--shapes", shapes, "-o", "json")
-        assert code == 0
+        code, out, err = run(capsys, "--kernel", spec, "--shapes", shapes, "-o", "json")
+        assert code == (0 if times else 1)
+        assert ("nothing was measured: " in err) == (not times)
         rows = json.loads(out)["rows"]
         assert rows[0]["median_us"] is None
         assert "does not support n=64, k=48" in rows[0]["reason"]

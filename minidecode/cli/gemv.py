@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from minidecode.cli import measure, options, streams
 from minidecode.cli.progress import Progress
-from minidecode.errors import MissingError, UsageError
+from minidecode.errors import MinidecodeError, MissingError, UsageError
 
 if TYPE_CHECKING:
     from minidecode.config import ModelConfig
@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
             measure.write({("--png", args.png): picture})
     finally:
         streams.show(measure.rendered(chosen, "gemv", report))
+    if all(row.median_us is None for row in report.rows):
+        raise MinidecodeError(f"nothing was measured: {report.rows[0].reason}")
     return 0
 
 

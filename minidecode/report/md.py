@@ -255,8 +255,8 @@ def gemv(report: GemvReport) -> str:
     if any(_format.gemv_share(row).endswith(_format.ABOVE) for row in report.rows):
         notes.append(f"{_format.ABOVE} {_format.ABOVE_GEMV}")
     notes.append(
-        f"% read: of a pure read of the same bytes. {report.environment.hardware}; "
-        f"{_format.ceiling(report)}"
+        "µs: median. % read: of a pure read of the same bytes. Occupancy: theoretical."
+        f" {report.environment.hardware}; {_format.ceiling(report)}"
     )
     return f"{text}{''.join(_note(note) for note in dict.fromkeys(notes))}\n{_code(report.command)}"
 

@@ -356,7 +356,8 @@ def gemv(report: GemvReport, *, plain: bool = False, width: int = WIDTH) -> str:
     line = report.environment.hardware
     if report.read_bw_gb_s is not None:
         line += f", read ceiling {speed(report.read_bw_gb_s)} GB/s, measured"
-    line += "; % read: of a pure read of the same bytes; / cublas: speed over cuBLAS's"
+    line += "; µs: median; % read: of a pure read of the same bytes; / cublas: speed over"
+    line += " cuBLAS's; occ.: theoretical occupancy"
     lines = [_text(note, "dim") for note in (line, *dict.fromkeys(notes))]
     return _render([table, *lines], plain=plain, width=width)
 
