@@ -297,7 +297,8 @@ class LayerRow(Record):
     alone_us: float | None = None  # timed by itself, cold weights
     vs_us: float | None = None  # exposed, with the other kernel
     gb_s: float | None = None
-    pct_read_bw: float | None = None  # can pass 100 when loads start during the op before
+    pct_read_bw: float | None = None
+    above_ceiling: bool = False  # the share passes 100 %: early loads, or a cache served part of it
     pct_step: float | None = None
     delta_us: float | None = None  # vs_us - median_us: positive where the other kernel is slower
 
@@ -312,6 +313,7 @@ class LayerTotal(Record):
     us: float
     gb_s: float | None = None
     pct_read_bw: float | None = None
+    above_ceiling: bool = False
     pct_step: float | None = None
     vs_us: float | None = None  # None unless every row has one
     delta_us: float | None = None
@@ -400,10 +402,12 @@ def _layer_name(row: LayerRow) -> str:
 
 def _filled(row: LayerRow, step_us: float, read_bw_gb_s: float | None) -> LayerRow:
     speed = gb_per_s(row.bytes, row.median_us)
+    share = percent(speed, read_bw_gb_s)
     return dataclasses.replace(
         row,
         gb_s=speed,
-        pct_read_bw=percent(speed, read_bw_gb_s),
+        pct_read_bw=share,
+        above_ceiling=is_above(share),
         pct_step=percent(row.median_us, step_us),
         delta_us=None if row.vs_us is None else row.vs_us - row.median_us,
     )
@@ -417,13 +421,15 @@ def _total(
     others = [row.vs_us for row in rows if row.vs_us is not None]
     vs_us = math.fsum(others) if len(others) == len(rows) else None
     speed = gb_per_s(n_bytes, us)
+    share = percent(speed, read_bw_gb_s)
     return LayerTotal(
         name=name,
         ops=len(rows),
         bytes=n_bytes,
         us=us,
         gb_s=speed,
-        pct_read_bw=percent(speed, read_bw_gb_s),
+        pct_read_bw=share,
+        above_ceiling=is_above(share),
         pct_step=percent(us, step_us),
         vs_us=vs_us,
         delta_us=None if vs_us is None else vs_us - us,

@@ -428,7 +428,7 @@ def test_more_than_the_memory_gives_is_explained(
     monkeypatch.setattr("minidecode.bench.device.read_bandwidth", lambda _: ceiling)
     scripted("abc")
     assert cli.main(["generate", model, "--prompt", "a"]) == 0
-    assert ("GB/s measured: a cache served part of it\n" in capsys.readouterr().err) == said
+    assert ("GB/s measured: a cache served part of it, or" in capsys.readouterr().err) == said
 
 
 def test_a_stop_string_ends_the_run(

@@ -150,6 +150,12 @@ def test_layer_report_adds_up() -> None:
     first = report.rows[0]
     assert first.gb_s == pytest.approx(2000.0)
     assert first.pct_read_bw == pytest.approx(50.0)
+    assert not any(part.above_ceiling for part in (*report.rows, *report.by_kind))
+    slow = layer_report(rows=rows, read_bw_gb_s=1990.0)
+    assert [part.above_ceiling for part in (*slow.rows, *slow.by_kind, *slow.by_layer)] == [
+        (part.gb_s or 0) > 1990.0 for part in (*slow.rows, *slow.by_kind, *slow.by_layer)
+    ]
+    assert slow.rows[0].above_ceiling
     assert first.pct_step == pytest.approx(16.0)
     by_kind = {total.name: (total.ops, total.bytes, total.us) for total in report.by_kind}
     assert by_kind == {

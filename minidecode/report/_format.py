@@ -21,7 +21,8 @@ NONE = "–"
 
 # What a share above 100 % gets instead of being shown without a word, and what it says.
 ABOVE = "*"
-ABOVE_RUNS = "above the measured read ceiling: a cache served part of it"
+SERVED = "a cache served part of it, or the machine was busy while its ceiling was measured"
+ABOVE_RUNS = f"above the measured read ceiling: {SERVED}"
 ABOVE_GEMV = "above 100 %: faster than our pure read of the same bytes"
 CACHED = "cache"
 CACHED_NOTE = "cache: faster than memory can be read, the weights came out of a cache"
@@ -77,6 +78,11 @@ def layer_notes(report: LayerReport, *, every_row: bool) -> list[str]:
     shares += [row.pct_read_bw for row in report.rows] if every_row else []
     if any(is_above(pct) for pct in shares):
         notes.append(above_layers(report))
+    if report.vs is not None and report.environment.gpu:
+        notes.append(
+            "Δ: where kernels overlap, what an op saves may stand in its neighbour's row; a layer's"
+            " sum and the step have it all"
+        )
     if report.unexplained_pct <= -0.5 and report.recorded_step_us is not None:
         recorded = number(report.recorded_step_us)
         notes.append(
@@ -106,7 +112,7 @@ def _engines(report: LayerReport) -> list[str]:
 def above_layers(report: LayerReport) -> str:
     """What a share of more than 100 % can come from; only a GPU's ops overlap."""
     early = "reading began while the op before still ran, or " if report.environment.gpu else ""
-    return f"{ABOVE} above 100 %: {early}a cache served part of it"
+    return f"{ABOVE} above 100 %: {early}{SERVED}"
 
 
 def run_notes(runs: Iterable[Run | Arm]) -> list[str]:
