@@ -407,8 +407,10 @@ def read_llama_bench(path: Path) -> list[Run]:
                 "environment": environment.to_dict(),
             }
             runs.append(Run.from_dict(known))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MinidecodeError(f"{path}: no JSON of llama-bench: {error!r}") from error
+    except KeyError as error:
+        raise MinidecodeError(f"{path}: no JSON of llama-bench: a row has no {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise MinidecodeError(f"{path}: no JSON of llama-bench: {error}") from error
     return runs
 
 

@@ -111,7 +111,7 @@ def test_a_text_may_fill_the_context(capsys: pytest.CaptureFixture[str], tmp_pat
     (run,) = bench(capsys, "-m", directory, "-p", "0", "-n", "80", "-r", "1", "--device", "cpu")
     assert run["n_gen"] == 80
     assert cli.main(["bench", "-m", directory, "-p", "0", "-n", "81", "--device", "cpu"]) == 1
-    assert "81 tokens do not fit the context limit of 80" in capsys.readouterr().err
+    assert "81 timed tokens after 0 do not fit the context limit of 80" in capsys.readouterr().err
 
 
 def test_every_length_depth_and_kernel_in_one_call(

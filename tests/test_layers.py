@@ -560,7 +560,7 @@ def test_stdout_has_one_document(
         (["--json", "."], 2, "--json"),
         (["--json", "/proc/x.json"], 2, "--json /proc/x.json"),
         (["--json", "{0}/r", "--html", "{0}/../{0.name}/r"], 2, "--html and --json cannot both be"),
-        (["-d", "5000"], 1, "context limit of 256"),
+        (["-d", "5000"], 1, "timed tokens after 5000 do not fit the context limit of 256"),
         (["--kernel", f"{HOSTILE}:zeros"], 3, "zeros is wrong"),
         (["--vs", f"{HOSTILE}:nan", "--only", "down"], 3, "nan is wrong"),
     ],

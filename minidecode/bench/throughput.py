@@ -58,8 +58,16 @@ def lead(decoder: Decoder) -> int:
 
 
 def room(decoder: Decoder, depth: int, n: int) -> int:
-    """Positions that `n` timed steps after `depth` tokens need, lead included."""
-    return max(depth, lead(decoder)) + n
+    """Positions that `n` timed steps after `depth` tokens need, lead included.
+
+    Raises MinidecodeError when the context does not hold as many.
+    """
+    before = max(depth, lead(decoder))
+    if before + n > decoder.max_context:
+        raise MinidecodeError(
+            f"{n} timed tokens after {before} do not fit the context limit of {decoder.max_context}"
+        )
+    return before + n
 
 
 def fill_cache(decoder: Decoder, depth: int) -> None:

@@ -31,7 +31,7 @@ def add_depth(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-d",
         dest="depth",
-        type=count,
+        type=options.count,
         default=DEPTH,
         metavar="N",
         help=f"tokens in the cache before (default {DEPTH})",
@@ -86,14 +86,6 @@ def command_line(name: str, positional: tuple[str, ...], flags: Mapping[str, obj
         elif value is not None and value is not False:
             words += [flag, str(value)]
     return shlex.join(words)
-
-
-def count(text: str) -> int:
-    """A whole number of at least 0."""
-    found = options.counts(text)
-    if len(found) != 1:
-        raise argparse.ArgumentTypeError(f"not one whole number: {text!r}")
-    return found[0]
 
 
 def check_outputs(targets: Mapping[str, str | None]) -> None:

@@ -151,9 +151,13 @@ def positives(text: str) -> list[int]:
     return [positive(part.strip()) for part in text.split(",")]
 
 
+def count(text: str) -> int:
+    """A whole number of at least 0."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"not a whole number: {text!r}")
+    return int(text)
+
+
 def counts(text: str) -> list[int]:
     """Whole numbers of at least 0, separated by commas."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise argparse.ArgumentTypeError(f"not whole numbers separated by commas: {text!r}")
-    return [int(part) for part in parts]
+    return [count(part.strip()) for part in text.split(",")]
