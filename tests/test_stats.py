@@ -136,6 +136,17 @@ def test_the_same_kernel_twice_is_rarely_called_different() -> None:
     assert sum(v != NO_DIFFERENCE for v in verdicts) <= 0.015 * RUNS
 
 
+def test_captures_that_differ_for_good_are_rarely_called_different() -> None:
+    """By 0.05 % each; what the H200 kept differs by less (0.04 % in the mean of A/A runs)."""
+    drawn = np.random.default_rng(0).normal(scale=5e-4, size=(RUNS, 3))
+    verdicts = []
+    for seed, (a, b, again) in enumerate(drawn):
+        arms = interleaved(seed, speed=math.exp(b - a), spread=3e-4, pairs=20)
+        noise_arms = interleaved(10_000 + seed, speed=math.exp(again - a), spread=3e-4, pairs=20)
+        verdicts.append(compare(*arms, *noise_arms).verdict)
+    assert sum(v != NO_DIFFERENCE for v in verdicts) <= 0.07 * RUNS
+
+
 def test_real_differences_are_found_under_drift() -> None:
     for speed, expected in ((1.03, FASTER), (0.97, SLOWER)):
         verdicts = [
