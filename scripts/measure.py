@@ -138,7 +138,8 @@ def slow(results: str) -> Iterator[Kept]:
     only = ["--only", "down_proj", "-m", LARGE]
     asked = ["--kernel", RIGHT, "--vs", HALF_AS_FAST, "--json", f"{results}/slow-report.json"]
     yield "slow-report.txt", ["report", *asked, *only]
-    yield "slow-ab.txt", ["ab", RIGHT, HALF_AS_FAST, *only]
+    asked = ["--json", f"{results}/slow-ab.json"]
+    yield "slow-ab.txt", ["ab", RIGHT, HALF_AS_FAST, *asked, *only]
 
 
 def aa(_: str) -> Iterator[Kept]:
