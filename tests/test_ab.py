@@ -16,7 +16,7 @@ import torch
 
 import minidecode
 from minidecode import cli
-from minidecode.bench import ab, gate, throughput
+from minidecode.bench import ab, gate, steps
 from minidecode.cli import measure
 from minidecode.errors import KernelWrongError, MinidecodeError
 from minidecode.plan import kernel_set
@@ -62,7 +62,7 @@ def timed_by(monkeypatch: pytest.MonkeyPatch, *times: Timed) -> list[int]:
         order.append(which)
         return times[which](order.count(which))
 
-    monkeypatch.setattr(throughput, "timed_steps", timed_steps)
+    monkeypatch.setattr(steps, "timed_steps", timed_steps)
     return order
 
 

@@ -20,6 +20,7 @@ import torch
 import minidecode
 from minidecode import cli
 from minidecode.bench import device, gate, throughput
+from minidecode.bench import steps as timing
 from minidecode.bench.throughput import Case
 from minidecode.errors import MinidecodeError
 from minidecode.plan.state import NON_FINITE, PENDING
@@ -143,7 +144,8 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> N
         nonlocal now
         now += 1_000_000 * ms
 
-    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter_ns=lambda: now))
+    for module in (throughput, timing):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter_ns=lambda: now))
     decoder = minidecode.load(tiny_model)
     decoder.prepare(64)
     runner = decoder.runner()
@@ -169,7 +171,7 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> N
     assert run.samples_ns == (2e6, 3e6, 4e6)
     assert run.step_us == 600.0
     assert run.build_commit == "0123456789ab"
-    assert throughput.timed_steps(decoder, runner, depth=20, n=5) == 1_000.0
+    assert timing.timed_steps(decoder, runner, depth=20, n=5) == 1_000.0
     cache = decoder.state.keys[:, :, :20].float()
     assert 0.9 < float(cache.std()) < 1.1
     assert not torch.equal(decoder.state.keys, decoder.state.values)
@@ -200,16 +202,16 @@ def test_a_step_without_a_token_is_an_error(tiny_model: str, value: int) -> None
     decoder.start(0, 0)
     runner = decoder.runner()
     runner.step(8)
-    throughput.check_tokens(decoder, runner, 0, 8)
+    timing.check_tokens(decoder, runner, 0, 8)
     decoder.state.out[5] = value
     with pytest.raises(MinidecodeError, match="position 5"):
-        throughput.check_tokens(decoder, runner, 0, 8)
+        timing.check_tokens(decoder, runner, 0, 8)
 
 
 @pytest.mark.parametrize(
     "timed",
     [
-        lambda *case: throughput.timed_steps(*case, depth=3, n=4),
+        lambda *case: timing.timed_steps(*case, depth=3, n=4),
         lambda *case: throughput._text_ns(*case, 3, 4),
     ],
 )

@@ -22,7 +22,7 @@ from report_samples import environment
 
 import minidecode
 from minidecode import cli, example
-from minidecode.bench import layers, throughput
+from minidecode.bench import layers, steps
 from minidecode.bench.layers import Activity, OpTimes, StepTimes
 from minidecode.cli import measure
 from minidecode.decode import STEPS_PER_GRAPH
@@ -247,8 +247,8 @@ def test_both_passes_of_a_gpu_meet_in_the_rows(
     monkeypatch.setattr(decoder, "runner", lambda _: runner)
     monkeypatch.setattr(layers, "_profile", profile)
     monkeypatch.setattr(layers, "_mark", lambda decoder, cycles=1: gpu.mark())
-    monkeypatch.setattr(throughput, "warm_up", lambda *_, **__: None)
-    monkeypatch.setattr(throughput, "timed_steps", lambda *_, **__: 50.0)
+    monkeypatch.setattr(steps, "warm_up", lambda *_, **__: None)
+    monkeypatch.setattr(steps, "timed_steps", lambda *_, **__: 50.0)
     (times,) = layers._measure_gpu(decoder, [decoder.kernel_set], 20, lambda share, label: None)
     assert times.step_us == 50.0
     whole = sum(cost.get(op.kind, 1.0) for op in real.ops)

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from minidecode.bench import device as machine
-from minidecode.bench import stats
-from minidecode.bench import throughput as steps
+from minidecode.bench import stats, steps
 from minidecode.bench.gate import Gate, Progress
 from minidecode.records import ABResult, Arm, gb_per_s, is_above, percent
 

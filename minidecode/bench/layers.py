@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minidecode.bench import stats, timer
-from minidecode.bench import throughput as steps
+from minidecode.bench import stats, steps, timer
 from minidecode.bench.gate import Progress
 from minidecode.decode import STEPS_PER_GRAPH
 from minidecode.errors import MinidecodeError

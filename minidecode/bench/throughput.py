@@ -10,22 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from minidecode.bench import device as machine
-from minidecode.bench import stats
+from minidecode.bench import stats, steps
 from minidecode.bench.gate import Progress, random_ids
-from minidecode.decode import STEPS_PER_GRAPH, peak_memory
-from minidecode.errors import MinidecodeError
-from minidecode.plan.state import NON_FINITE, PENDING
+from minidecode.decode import peak_memory
 from minidecode.records import Run, gb_per_s, is_above, percent
 
 if TYPE_CHECKING:
     from minidecode.decode import Decoder, Runner
     from minidecode.plan import KernelSet
     from minidecode.records import Environment
-
-# Every measured text goes on from the same token.
-TOKEN = 0
-
-_FILL_SEED = 2
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,7 @@ class Case:
         """What the KV cache must hold."""
         if self.n_prompt:
             return self.depth + self.n_prompt
-        return room(decoder, self.depth, self.n_gen)
+        return steps.room(decoder, self.depth, self.n_gen)
 
 
 def cases(prompts: list[int], texts: list[int], depths: list[int]) -> list[Case]:
@@ -50,83 +43,6 @@ def cases(prompts: list[int], texts: list[int], depths: list[int]) -> list[Case]
         found += [Case(n, 0, depth) for n in prompts if n]
         found += [Case(0, n, depth) for n in texts if n]
     return found
-
-
-def lead(decoder: Decoder) -> int:
-    """Untimed steps before timed ones: on a GPU the host must be ahead when the clock starts."""
-    return STEPS_PER_GRAPH if decoder.device.type == "cuda" else 0
-
-
-def room(decoder: Decoder, depth: int, n: int) -> int:
-    """Positions that `n` timed steps after `depth` tokens need, lead included.
-
-    Raises MinidecodeError when the context does not hold as many.
-    """
-    before = max(depth, lead(decoder))
-    if before + n > decoder.max_context:
-        raise MinidecodeError(
-            f"{n} timed tokens after {before} do not fit the context limit of {decoder.max_context}"
-        )
-    return before + n
-
-
-def fill_cache(decoder: Decoder, depth: int) -> None:
-    """`depth` tokens in the cache: random keys and values, never zeros, the same every time."""
-    state = decoder.state
-    generator = torch.Generator(state.device).manual_seed(_FILL_SEED)
-    for cache in (state.keys, state.values):
-        cache[:, :, :depth].normal_(generator=generator)
-
-
-def timed_steps(decoder: Decoder, runner: Runner, *, depth: int, n: int) -> float:
-    """µs a step, the mean of `n` steps from position `depth` on, after fill_cache and warm-up.
-
-    On a GPU events around graph replays, with `lead` untimed steps before; on the CPU a clock.
-    Raises MinidecodeError when a step gives no token.
-    """
-    ahead = lead(decoder)
-    first = max(0, depth - ahead)
-    decoder.start(TOKEN, first)
-    if decoder.device.type != "cuda":
-        begin = time.perf_counter_ns()
-        runner.step(n)
-        us = (time.perf_counter_ns() - begin) / 1e3 / n
-    else:
-        stream = torch.cuda.current_stream(decoder.device)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        runner.step(ahead)
-        events[0].record(stream)
-        runner.step(n)
-        events[1].record(stream)
-        events[1].synchronize()
-        us = 1e3 * events[0].elapsed_time(events[1]) / n
-    check_tokens(decoder, runner, first, ahead + n)
-    return us
-
-
-def warm_up(decoder: Decoder, runner: Runner, *, depth: int, n: int) -> None:
-    """Builds and captures what `timed_steps` needs, and runs it once."""
-    first = max(0, depth - lead(decoder))
-    for position, steps in ((first, lead(decoder)), (first + lead(decoder), n)):
-        decoder.start(TOKEN, position)
-        runner.warm_up(steps)
-    timed_steps(decoder, runner, depth=depth, n=n)
-
-
-def check_tokens(decoder: Decoder, runner: Runner, first: int, n: int) -> None:
-    """MinidecodeError unless each of the n steps from position `first` on has picked a token."""
-    picked = decoder.state.out[first : first + n]
-    for offset in (picked < 0).nonzero().flatten().tolist()[:1]:
-        position, value = first + offset, int(picked[offset])
-        if value == NON_FINITE:
-            raise runner.explain_non_finite(position)
-        assert value == PENDING
-        raise MinidecodeError(f"the step at position {position} gave no token")
-
-
-def mean_position(depth: int, n: int) -> int:
-    """The middle of the positions depth, …, depth + n − 1."""
-    return depth + (n - 1) // 2
 
 
 def run_case(
@@ -149,7 +65,7 @@ def run_case(
     state.set_eos(())
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(decoder.device)
-    fill_cache(decoder, case.depth)
+    steps.fill_cache(decoder, case.depth)
     n = case.n_prompt + case.n_gen
 
     def show(done: int) -> None:
@@ -163,15 +79,17 @@ def run_case(
         return record(decoder, case, samples, "torch", "torch", model, environment)
     runner = decoder.runner(kernels)
     show(0)
-    decoder.start(TOKEN, case.depth)
+    decoder.start(steps.TOKEN, case.depth)
     runner.warm_up(n)
     samples = _repeat(lambda: _text_ns(decoder, runner, case.depth, n), repeats, show)
     if on_gpu:
-        warm_up(decoder, runner, depth=case.depth, n=n)
-        steps = [timed_steps(decoder, runner, depth=case.depth, n=n) for _ in range(repeats)]
+        steps.warm_up(decoder, runner, depth=case.depth, n=n)
+        step_us = [
+            steps.timed_steps(decoder, runner, depth=case.depth, n=n) for _ in range(repeats)
+        ]
     else:
-        steps = [ns / 1e3 / n for ns in samples]
-    middle = mean_position(case.depth, n)
+        step_us = [ns / 1e3 / n for ns in samples]
+    middle = steps.mean_position(case.depth, n)
     plan = runner.plan(middle)
     return record(
         decoder,
@@ -181,7 +99,7 @@ def run_case(
         plan.engine,
         model,
         environment,
-        step_us=stats.median(steps),
+        step_us=stats.median(step_us),
         bytes_per_token=plan.bytes_per_token(middle),
     )
 
@@ -201,13 +119,13 @@ def _prompt_ns(decoder: Decoder, ids: list[int], depth: int) -> int:
 
 
 def _text_ns(decoder: Decoder, runner: Runner, depth: int, n: int) -> int:
-    decoder.start(TOKEN, depth)
+    decoder.start(steps.TOKEN, depth)
     _wait(decoder)
     begin = time.perf_counter_ns()
     runner.step(n)
     _wait(decoder)
     ns = time.perf_counter_ns() - begin
-    check_tokens(decoder, runner, depth, n)
+    steps.check_tokens(decoder, runner, depth, n)
     return ns
 
 
