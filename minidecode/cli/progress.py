@@ -33,9 +33,9 @@ class Progress:
         self._lock = threading.Lock()
 
     def __call__(self, share: float | None, label: str) -> None:
-        if not self.visible:
-            return
         with self._lock:
+            if not self.visible:
+                return
             if self._display is None:
                 self._display = _display()
                 self._display.start()
@@ -52,15 +52,19 @@ class Progress:
 
     def stop(self) -> None:
         """Takes the display away for good, before something else is printed."""
-        self.visible = False
-        self.pause()
+        with self._lock:
+            self.visible = False
+            self._take_away()
 
     def pause(self) -> None:
         """Takes the display away until the next call, for a line to be printed."""
         with self._lock:
-            if self._display is not None:
-                self._display.stop()
-                self._display = self._shown = None
+            self._take_away()
+
+    def _take_away(self) -> None:
+        if self._display is not None:
+            self._display.stop()
+            self._display = self._shown = None
 
     def __enter__(self) -> Progress:
         return self
