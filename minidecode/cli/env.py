@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 from minidecode.cli import options
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from minidecode.bench import device
-    from minidecode.cache import cache_dir
+    from minidecode.cache import cache_dir, size_of
     from minidecode.loading import resolve_device
     from minidecode.records import SCHEMA_VERSION
 
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         "read_bw_problem": problem,
         "compiler": shutil.which(os.environ.get("CXX") or "g++"),
         "cache": str(cache_dir()),
-        "cache_bytes": _size(cache_dir()),
+        "cache_bytes": size_of(cache_dir()),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
     if args.json:
@@ -75,7 +74,3 @@ def _lines(values: dict[str, Any]) -> list[tuple[str, str]]:
         elif value not in (None, "") and name != "schema_version":
             lines.append((name, str(value)))
     return lines
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
