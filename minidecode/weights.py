@@ -76,11 +76,9 @@ class Weights:
             if name in place:
                 place[name].copy_(tensor)
             elif name in tied:
-                duplicate = tensor
+                duplicate = tensor.clone()  # the file that it is a view of is closed by then
             progress(tensor.nbytes)
-        if duplicate is not None and not torch.equal(
-            weights[blueprint.embedding].cpu(), duplicate.to(torch.float16)
-        ):
+        if duplicate is not None and not torch.equal(weights[blueprint.embedding].cpu(), duplicate):
             raise MinidecodeError(
                 f"{source}: tie_word_embeddings is true, but lm_head.weight differs from "
                 f"{blueprint.embedding.sources[0]}"
