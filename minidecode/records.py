@@ -511,11 +511,6 @@ class ABResult(Record):
             )
         return f"{self.b.kernel}{what} is {ratio}x as fast as {self.a.kernel} ({interval})"
 
-    @property
-    def slower_pct(self) -> float:
-        """By how many per cent `b` is slower in tokens/s; 0 unless that is the verdict."""
-        return 100.0 * (1.0 - self.ratio) if self.verdict == SLOWER else 0.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class GemvRow(Record):

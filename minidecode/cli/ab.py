@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json is None or not measure.is_stdout(args.json):
             streams.show(measure.rendered("txt", "ab", result))
     allowed = args.fail_if_slower
-    if allowed is not None and 100.0 * (1.0 - result.ratio_high) > allowed and result.slower_pct:
+    if allowed is not None and 100.0 * (1.0 - result.ratio_high) > allowed:
         raise SlowerError(f"{result.sentence}: more than {allowed:g} % slower")
     return 0
 
