@@ -82,21 +82,18 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 # The parser
 
 
-def test_help_lists_the_commands_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["--help"])
     assert end.value.code == 0
     out = capsys.readouterr().out
     for name in cli.COMMANDS:
-        there = (Path(cli.__file__).parent / f"{name}.py").exists()
-        assert (f"\n    {name} " in out) == there
+        assert f"\n    {name} " in out
     assert "130 interrupted" in out
 
 
 def test_every_command_describes_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     for name in cli.COMMANDS:
-        if not (Path(cli.__file__).parent / f"{name}.py").exists():
-            continue
         with pytest.raises(SystemExit) as end:
             cli.main([name, "--help"])
         assert end.value.code == 0

@@ -38,10 +38,9 @@ def test_there_are_commands() -> None:
     assert len(COMMANDS) > 5
 
 
-def test_every_command_that_exists_is_in_the_tour() -> None:
+def test_every_command_is_in_the_tour() -> None:
     for name in cli.COMMANDS:
-        if (Path(cli.__file__).parent / f"{name}.py").exists():
-            assert re.search(rf"^\| `{name}\b", README, re.MULTILINE), name
+        assert re.search(rf"^\| `{name}\b", README, re.MULTILINE), name
 
 
 def test_named_files_exist() -> None:

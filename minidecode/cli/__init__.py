@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import signal
 import sys
@@ -142,12 +141,9 @@ def _parser(arguments: Sequence[str]) -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     asked = next((word for word in arguments if not word.startswith("-")), None)
     for name, help_line in COMMANDS.items():
-        path = f"{__name__}.{name}"
-        if importlib.util.find_spec(path) is None:
-            continue
         command = commands.add_parser(name, help=help_line, description=_sentence(help_line))
         if name == asked:
-            module = importlib.import_module(path)
+            module = importlib.import_module(f"{__name__}.{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser
