@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 from report_samples import (
     ab_result,
-    check_result,
     environment,
     gates,
     gemv_report,
@@ -63,8 +62,6 @@ TEXTS = {
         plain=plain,
     ),
     "gemv": lambda plain: txt.gemv(gemv_report(), plain=plain),
-    "check": lambda plain: txt.check(check_result(kernel=LONG), plain=plain),
-    "environment": lambda plain: txt.environment(environment(cpu="x" * 120), plain=plain),
 }
 
 
@@ -85,7 +82,7 @@ def test_a_table_of_large_gemvs_fits_too() -> None:
     assert "123,457" in text
 
 
-@pytest.mark.parametrize("name", ["layers", "runs", "ab", "check"])
+@pytest.mark.parametrize("name", ["layers", "runs", "ab"])
 def test_colour_only_where_it_is_wanted(name: str) -> None:
     coloured = TEXTS[name](False)
     assert "\x1b[" in coloured
@@ -222,21 +219,7 @@ def test_what_a_cache_served_is_no_share_of_memory() -> None:
     assert "triton_rowblock: triton is not installed" in text
 
 
-def test_check_names_what_failed() -> None:
-    text = txt.check(check_result(), plain=True)
-    assert text.startswith("half2_block: wrong in 1 of 2 cases, refused 1 that it does not take")
-    assert "output 2 was not written" in text
-    good = check_result(passed=True, cases=[check_result().cases[0]])
-    assert txt.check(good, plain=True) == "half2_block: right in 1 of 1 cases\n"
-
-
 def test_names_are_not_markup() -> None:
     assert LONG in txt.runs([run(kernel=LONG)], plain=True, width=200)
     smile = txt.layers(layer_report(model=":smile: [red]m"), plain=True)
     assert ":smile: [red]m" in smile
-
-
-def test_environment_lists_what_is_known() -> None:
-    text = txt.environment(environment(), plain=True)
-    assert "NVIDIA H200, compute capability 9.0, 132 SMs" in text
-    assert "triton" not in text

@@ -1,8 +1,8 @@
 """Writers of records: one module a format, found by its name, so that a new format is one new file.
 
 A format's module has a function for each kind of result that it can show, all with the same names:
-`layers(LayerReport)`, `runs(Sequence[Run])`, `ab(ABResult)`, `gemv(GemvReport)`,
-`check(CheckResult)`, `environment(Environment)`. They return str, or bytes for a picture.
+`layers(LayerReport)`, `runs(Sequence[Run])`, `ab(ABResult)`, `gemv(GemvReport)`. They return str,
+or bytes for a picture.
 """
 
 from __future__ import annotations

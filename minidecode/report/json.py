@@ -8,10 +8,7 @@ from typing import Any
 
 from minidecode.records import (
     ABResult,
-    CheckResult,
-    Environment,
     GemvReport,
-    GenerateResult,
     LayerReport,
     Record,
     Run,
@@ -42,15 +39,3 @@ def ab(result: ABResult) -> str:
 
 def gemv(report: GemvReport) -> str:
     return record(report)
-
-
-def check(result: CheckResult) -> str:
-    return record(result)
-
-
-def environment(env: Environment) -> str:
-    return record(env)
-
-
-def generate(result: GenerateResult) -> str:
-    return record(result)

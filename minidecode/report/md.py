@@ -6,9 +6,6 @@ import re
 from collections.abc import Sequence
 
 from minidecode.records import (
-    ABResult,
-    CheckResult,
-    Environment,
     GemvReport,
     LayerReport,
     LayerTotal,
@@ -183,51 +180,6 @@ def runs(results: Sequence[Run]) -> str:
     return text + "".join(map(_note, _format.run_notes(results)))
 
 
-def ab(result: ABResult) -> str:
-    """The verdict, both arms, and the gate."""
-    steps = numbers([result.a.step_us, result.b.step_us])
-    arms = [
-        [
-            letter,
-            arm.kernel,
-            arm.engine,
-            f"{arm.tokens_s:,.1f}",
-            step,
-            speed(arm.gb_s, result.read_bw_gb_s),
-            share(arm.pct_read_bw),
-        ]
-        for letter, arm, step in zip("AB", (result.a, result.b), steps, strict=True)
-    ]
-    gates = [
-        [
-            gate.when,
-            gate.kernel,
-            gate.against,
-            str(gate.positions),
-            NONE if gate.rel_err is None else f"{gate.rel_err:.1e}",
-            NONE if gate.kl is None else f"{gate.kl:.1e}",
-            NONE if gate.top1_agreement is None else f"{100 * gate.top1_agreement:.1f} %",
-            "yes" if gate.passed else f"no: {gate.reason}",
-        ]
-        for gate in result.gates
-    ]
-    where = (
-        f"{result.model} on {result.environment.hardware}, {result.depth} tokens in the cache, "
-        f"{result.rounds} pairs. A against itself: {result.noise_ratio:.3f} "
-        f"({result.noise_low:.3f}–{result.noise_high:.3f}); the interval above is "
-        f"{100 * result.noise_floor:.1f} % wider at both ends for it."
-    )
-    change = _format.state_change(result.state_before, result.state_after)
-    text = f"**{_escaped(result.sentence)}**\n\n{_escaped(where)}\n\n"
-    text += _table(["", "kernel", "engine", "device tok/s:", "step µs:", "GB/s:", "% read:"], arms)
-    gate_heads = ["gate", "kernel", "against", "positions:", "error:", "KL:", "top-1:", "right"]
-    text += f"\n{_table(gate_heads, gates)}"
-    if change:
-        text += _note(change)
-    text += "".join(map(_note, _format.run_notes((result.a, result.b))))
-    return f"{text}\n{_code(result.command)}"
-
-
 def gemv(report: GemvReport) -> str:
     """A line a kernel and shape; what did not run is listed below with the reason."""
     us = numbers([row.median_us for row in report.rows])
@@ -259,27 +211,3 @@ def gemv(report: GemvReport) -> str:
         f" {report.environment.hardware}; {_format.ceiling(report)}"
     )
     return f"{text}{''.join(_note(note) for note in dict.fromkeys(notes))}\n{_code(report.command)}"
-
-
-def check(result: CheckResult) -> str:
-    """Every case."""
-    rows = [
-        [
-            case.name,
-            str(case.n),
-            str(case.k),
-            case.dtype,
-            NONE if case.rel_err is None else f"{case.rel_err:.1e}",
-            "not supported" if not case.supported else "yes" if case.passed else "no",
-            case.message,
-        ]
-        for case in result.cases
-    ]
-    verdict = "right" if result.passed else "wrong"
-    head = f"**{_escaped(f'{result.kernel} on {result.device}: {verdict}')}**\n\n"
-    return head + _table(["case", "n:", "k:", "dtype", "error:", "right", ""], rows)
-
-
-def environment(env: Environment) -> str:
-    """A table for an issue."""
-    return _table(["", ""], [list(item) for item in _format.environment_items(env)])

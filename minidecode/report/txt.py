@@ -10,8 +10,6 @@ from minidecode.records import (
     FASTER,
     NO_DIFFERENCE,
     ABResult,
-    CheckResult,
-    Environment,
     GemvReport,
     LayerReport,
     LayerTotal,
@@ -360,35 +358,3 @@ def gemv(report: GemvReport, *, plain: bool = False, width: int = WIDTH) -> str:
     line += " cuBLAS's; occ.: theoretical occupancy"
     lines = [_text(note, "dim") for note in (line, *dict.fromkeys(notes))]
     return _render([table, *lines], plain=plain, width=width)
-
-
-def check(result: CheckResult, *, plain: bool = False, width: int = WIDTH) -> str:
-    """The verdict, and the cases that failed; all of them when they passed are only counted."""
-    failed = [case for case in result.cases if not case.passed]
-    refused = sum(not case.supported for case in result.cases)
-    ran = len(result.cases) - refused
-    note = f", refused {refused} that it does not take" if refused else ""
-    if result.passed:
-        words, style = f"{result.kernel}: right in {ran} of {ran} cases{note}", "green"
-    else:
-        words, style = f"{result.kernel}: wrong in {len(failed)} of {ran} cases{note}", "red"
-    parts: list[Any] = [_text(words, style)]
-    if failed:
-        table = _table([("case", "left"), "n", "k", "dtype", "error", ("", "left")])
-        for case in failed:
-            error = NONE if case.rel_err is None else f"{case.rel_err:.1e}"
-            table.add_row(case.name, str(case.n), str(case.k), case.dtype, error, case.message)
-        parts.append(table)
-    return _render(parts, plain=plain, width=width)
-
-
-def environment(env: Environment, *, plain: bool = False, width: int = WIDTH) -> str:
-    """A line an item, for a bug report."""
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in _format.environment_items(env):
-        table.add_row(label, value)
-    return _render([table], plain=plain, width=width)
