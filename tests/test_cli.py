@@ -287,6 +287,7 @@ class Scripted:
         self.interrupt_after = interrupt_after
         self.device = torch.device("cpu")
         self.kernel_set = SimpleNamespace(name="scripted", engine="torch", gemv=None)
+        self.config = SimpleNamespace(eos_token_ids=(2,))
         self.load_seconds = self.build_seconds = 0.25
         self.last: Any = None
         self.asked: tuple[Any, ...] = ()
@@ -475,6 +476,16 @@ def test_the_options_reach_the_decoder(scripted: Any, tmp_path: Path) -> None:
     assert eos == {1, 7}
     assert cli.main([*run, "--ignore-eos"]) == 0
     assert decoder.asked[3] == frozenset()
+
+
+def test_a_text_ends_as_its_family_does_where_no_file_says_how(
+    monkeypatch: pytest.MonkeyPatch, scripted: Any, model: str
+) -> None:
+    monkeypatch.setattr("minidecode.text.Text.eos_token_ids", lambda _: frozenset())
+    decoder = scripted("abc")
+    for options, eos in (([], {2}), (["--ignore-eos"], set())):
+        assert cli.main(["generate", model, "--prompt", "a", *options]) == 0
+        assert decoder.asked[-1] == eos
 
 
 # Prompts

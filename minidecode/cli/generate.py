@@ -98,7 +98,10 @@ def run(args: argparse.Namespace) -> int:
             None if args.no_stream or args.json else sys.stdout,
             progress,
         )
-        eos = frozenset() if args.ignore_eos or text is None else text.eos_token_ids()
+        eos: frozenset[int] = frozenset()
+        if text is not None and not args.ignore_eos:
+            # Where no file names any, those that the family was trained with.
+            eos = text.eos_token_ids() or frozenset(decoder.config.eos_token_ids)
         tokens = decoder.generate(ids, args.max_new_tokens, sampling, eos)
         with _interruptible(writer) as interrupted, closing(tokens):
             for token in tokens:
