@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from minidecode.cli import options
+from minidecode.cli import measure, options
 from minidecode.cli.progress import Progress
 from minidecode.errors import MissingError
 
@@ -20,12 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens in the cache while measuring (default 128); at further depths, separated by"
         " commas, only the attention's split is chosen",
     )
-    parser.add_argument(
+    kept = parser.add_mutually_exclusive_group()
+    kept.add_argument(
         "--show",
         action="store_true",
         help="print what was measured, here or by us; all else is by rule",
     )
-    parser.add_argument("--clear", action="store_true", help="forget what was measured here")
+    kept.add_argument("--clear", action="store_true", help="forget what was measured here")
     options.add_quiet(parser)
 
 
@@ -48,9 +49,8 @@ def run(args: argparse.Namespace) -> int:
         for key, split in sorted(chosen.splits.items()):
             print(f"{key:40s} {split.splits} x {split.warps} warps")
         return 0
-    args.kernel, args.max_context = "fused", None
-    with Progress(args.quiet) as progress:
-        decoder = options.load(args, progress)
+    with Progress(args.quiet) as progress, options.show_builds(progress):
+        decoder = measure.load(args, "fused", progress)
         kept = None
         for i, depth in enumerate(args.depth):
             found = tune_step(decoder, depth, progress, tiles=i == 0)
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
                 line += f" before, {found.after_us:.1f} us after ({gain:+.1f} %)"
             else:
                 line += ", nothing quicker found"
+            progress.pause()
             print(line)
     if kept is not None:
         print(f"kept in {kept}")
