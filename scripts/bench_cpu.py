@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 import minidecode
-from minidecode import checkpoint
+from minidecode import checkpoint, cli
 from minidecode.bench import stats
+from minidecode.cli import options
+from minidecode.errors import UsageError
 
 PROMPT = "The capital of France is"
 
@@ -84,9 +86,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=14)
     args = parser.parse_args(arguments)
-    torch.set_num_threads(args.threads)
+    if args.rounds < stats.MIN_PAIRS:
+        parser.error(f"--rounds {args.rounds}: an interval takes at least {stats.MIN_PAIRS}")
+    if args.tokens < 2:
+        parser.error(f"--tokens {args.tokens}: the first has no time of its own")
+    return cli.guarded("bench_cpu.py", lambda: compare(args))
 
+
+def compare(args: argparse.Namespace) -> int:
+    """Measures and prints; UsageError for a model without files, which transformers needs."""
     from minidecode.text import Text
+
+    if args.model.startswith(options.SYNTHETIC):
+        raise UsageError(f"{args.model} has no files that transformers could read")
+    torch.set_num_threads(args.threads)
 
     directory = checkpoint.resolve_model(args.model)
     ids = Text(directory).encode(PROMPT)
