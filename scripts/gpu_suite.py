@@ -5,7 +5,7 @@
                 (scripts/sanitize.py)
     tests       pytest -m gpu
     stage       only for machines without a network: joins the example model's GGUF from
-                .stage/part0, .stage/part1, …, which may come in several calls, and puts it into
+                .stage/part0 and .stage/part1, which may come in two calls, and puts it into
                 the cache; .stage/gguf is the unpacked wheel of that name
 
 A part that was not asked for keeps the result of an earlier run on the same sources. Each part has
@@ -52,6 +52,7 @@ TIMED = (
 )
 # Where the parts of the example wait for each other between two calls on one machine.
 STAGED = Path(tempfile.gettempdir()) / "minidecode-stage"
+PARTS_OF_EXAMPLE = 2
 
 
 @dataclass(frozen=True)
@@ -281,15 +282,15 @@ def bench_outcome(rows: Sequence[Mapping[str, Any]], done: Done, said: str = "")
 
 
 def run_stage(folder: Path, limit: float) -> dict[str, Any]:
-    """Join the parts that there are; fetch the example once all of them are."""
+    """Bring the parts that came with this call, and fetch the example once both are there."""
     STAGED.mkdir(exist_ok=True)
     brought = ROOT / ".stage"
     for part in sorted(brought.glob("part*")):
         shutil.copy(part, STAGED / part.name)
     if (brought / "gguf").is_dir():
         shutil.copytree(brought / "gguf", STAGED / "gguf", dirs_exist_ok=True)
-    parts = sorted(STAGED.glob("part?"))
-    if len(parts) < 2 or not (STAGED / "gguf").is_dir():
+    parts = sorted(STAGED.glob("part*"))
+    if len(parts) < PARTS_OF_EXAMPLE or not (STAGED / "gguf").is_dir():
         return outcome(True, f"{len(parts)} parts so far", 0.0)
     whole = STAGED / "example.gguf"
     with whole.open("wb") as sink:

@@ -4,7 +4,7 @@ JSON, Markdown, HTML and text go to scripts/results/<gpu>/; where $OUT is set, t
 $OUT/results.tar after each command, so that a run cut short keeps them. Every command is one that a
 user could type; each has a process of its own, those of minidecode forked after the imports, which
 are most of the start-up time of a short measurement. What an earlier run kept is replaced once a
-command has written something. LIMIT (300 by default) is the most seconds for one of them.
+command has succeeded. LIMIT (300 by default) is the most seconds for one of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -203,10 +204,11 @@ def run(target: Path, log: Path, command: list[str], limit: float) -> int:
 
 
 def gpu_name() -> str | None:
-    """The last word of the GPU's name; asked in a process of its own, so that none is in use."""
-    code = "import torch; print(torch.cuda.get_device_name(0).split()[-1].lower())"
+    """The GPU's name as a folder's; asked in a process of its own, so that none is in use."""
+    code = "import torch; print(torch.cuda.get_device_name(0))"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return asked.stdout.strip() if asked.returncode == 0 else None
+    name = asked.stdout.strip().lower().removeprefix("nvidia ")
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-") if asked.returncode == 0 else None
 
 
 def main() -> int:
@@ -231,7 +233,8 @@ def main() -> int:
             began = time.monotonic()
             new, log = results / f"{file}.part", results / f"{file}.log"
             status = run(new, log, command, float(os.environ.get("LIMIT", "300")))
-            if new.stat().st_size > 0:
+            # A peer that cannot run leaves the others' rows.
+            if status == 0 or (name == peers.__name__ and new.stat().st_size > 0):
                 new.replace(results / file)
             else:
                 new.unlink()

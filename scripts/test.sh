@@ -13,7 +13,7 @@ if ! command -v chromium > /dev/null || ! command -v chromedriver > /dev/null; t
     echo "Installing chromium for the browser tests …"
     { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
       --no-install-recommends chromium chromium-driver; } > /dev/null ||
-      echo "chromium could not be installed: the browser tests will be skipped"
+      echo "chromium could not be installed: the browser tests will be skipped, or fail in CI"
   else
     echo "no chromium and chromedriver here: the browser tests will be skipped"
   fi
