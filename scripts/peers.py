@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 
 from minidecode import cli
-from minidecode.cli import measure, options, streams
+from minidecode.cli import measure, options, outputs, streams
 from minidecode.cli.progress import Progress
 from minidecode.errors import MinidecodeError, UsageError
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress(args.quiet) as progress, options.show_builds(progress):
         runs, failed = _measure(args, names, progress)
     runs += theirs
-    streams.show(measure.rendered(args.output, "runs", runs))
+    streams.show(outputs.rendered(args.output, "runs", runs))
     for name, reason in failed.items():
         print(f"peers.py: {name} did not run: {reason}", file=sys.stderr)
     return 1 if failed else 0

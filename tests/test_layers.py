@@ -24,7 +24,7 @@ import minidecode
 from minidecode import cli, example
 from minidecode.bench import layers, steps
 from minidecode.bench.layers import Activity, OpTimes, StepTimes
-from minidecode.cli import measure
+from minidecode.cli import outputs
 from minidecode.decode import STEPS_PER_GRAPH
 from minidecode.errors import MinidecodeError, MissingError
 from minidecode.plan import kernel_set
@@ -489,7 +489,7 @@ def test_a_file_is_replaced_once_the_new_one_is_whole(
     file.write_text("old")
     file.chmod(0o640)
     link.symlink_to(file)
-    measure.write({("--json", str(link)): lambda: "new"})
+    outputs.write({("--json", str(link)): lambda: "new"})
     assert (file.read_text(), file.stat().st_mode & 0o777) == ("new", 0o640)
     assert link.is_symlink()
 
@@ -499,7 +499,7 @@ def test_a_file_is_replaced_once_the_new_one_is_whole(
 
     monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(MinidecodeError, match=r"--json .*r\.json: No space left on device"):
-        measure.write({("--json", str(file)): lambda: "newer"})
+        outputs.write({("--json", str(file)): lambda: "newer"})
     assert file.read_text() == "new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "r.json"]
 
@@ -510,7 +510,7 @@ def test_what_cannot_be_made_loses_nothing_else(tmp_path: Path) -> None:
 
     file = tmp_path / "r.csv"
     with pytest.raises(MinidecodeError, match=r"^--png p: a picture needs matplotlib$"):
-        measure.write({("--png", "p"): fail, ("--csv", str(file)): lambda: "a,b"})
+        outputs.write({("--png", "p"): fail, ("--csv", str(file)): lambda: "a,b"})
     assert file.read_text() == "a,b"
 
 
@@ -518,8 +518,8 @@ def test_a_pipe_is_opened_once_and_written_to(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE) as reader:
-        measure.check_outputs({"--json": str(pipe)})
-        measure.write({("--json", str(pipe)): lambda: "whole"})
+        outputs.check({"--json": str(pipe)})
+        outputs.write({("--json", str(pipe)): lambda: "whole"})
         assert reader.communicate(timeout=20)[0] == b"whole"
 
 

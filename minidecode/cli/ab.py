@@ -6,7 +6,7 @@ import argparse
 import functools
 import math
 
-from minidecode.cli import measure, options, streams
+from minidecode.cli import measure, options, outputs, streams
 from minidecode.cli.progress import Progress
 from minidecode.errors import SlowerError, UsageError
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         options.check_kernel(spec)
     if args.rounds < MIN_PAIRS:
         raise UsageError(f"--rounds {args.rounds}: an interval takes at least {MIN_PAIRS}")
-    measure.check_outputs({"--json": args.json})
+    outputs.check({"--json": args.json})
 
     from minidecode.bench import ab
     from minidecode.loading import resolve_device
@@ -98,10 +98,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.json is not None:
             document = functools.partial(writer("json", "ab"), result)
-            measure.write({("--json", args.json): document})
+            outputs.write({("--json", args.json): document})
     finally:
-        if args.json is None or not measure.is_stdout(args.json):
-            streams.show(measure.rendered("txt", "ab", result))
+        if args.json is None or not outputs.is_stdout(args.json):
+            streams.show(outputs.rendered("txt", "ab", result))
     allowed = args.fail_if_slower
     if allowed is not None and 100.0 * (1.0 - result.ratio_high) > allowed:
         raise SlowerError(f"{result.sentence}: more than {allowed:g} % slower")

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from minidecode.cli import measure, options, streams
+from minidecode.cli import measure, options, outputs, streams
 from minidecode.cli.progress import Progress
 from minidecode.errors import UsageError
 
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress(args.quiet) as progress, options.show_builds(progress):
         results = _measure(args, sets, specs[0], progress)
     chosen = args.output or ("txt" if sys.stdout.isatty() else "md")
-    streams.show(measure.rendered(chosen, "runs", results))
+    streams.show(outputs.rendered(chosen, "runs", results))
     if chosen in ("txt", "md"):
         print(_apart(results[-1]), file=sys.stderr)
     return 0

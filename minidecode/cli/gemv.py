@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import re
 import sys
 from typing import TYPE_CHECKING
 
-from minidecode.cli import measure, options, streams
+from minidecode.cli import measure, options, outputs, streams
 from minidecode.cli.progress import Progress
-from minidecode.errors import MinidecodeError, MissingError, UsageError
+from minidecode.errors import MinidecodeError, UsageError
 
 if TYPE_CHECKING:
     from minidecode.config import ModelConfig
@@ -61,9 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     dtypes = DTYPES[args.dtype]
     gemvs = _named(args.kernel, dtypes)
-    measure.check_outputs({"the table": "-", "--png": args.png})
-    if args.png is not None and importlib.util.find_spec("matplotlib") is None:
-        raise MissingError('a picture needs matplotlib: pip install "minidecode[plot]"')
+    outputs.check({"the table": "-", "--png": args.png})
     shapes = args.shapes or [(n, n) for n in args.n or SIZES]
     if args.model is not None:
         shapes = _model_shapes(args.model)
@@ -83,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.png is not None:
             picture = functools.partial(writer("png", "gemv"), report)
-            measure.write({("--png", args.png): picture})
+            outputs.write({("--png", args.png): picture})
     finally:
-        streams.show(measure.rendered(chosen, "gemv", report))
+        streams.show(outputs.rendered(chosen, "gemv", report))
     if all(row.median_us is None for row in report.rows):
         raise MinidecodeError(f"nothing was measured: {report.rows[0].reason}")
     return 0
@@ -120,12 +117,9 @@ def _on(device: str, asked: list[Gemv] | None, dtypes: tuple[str, ...]) -> list[
             if device in gemv.devices and set(dtypes) & set(gemv.dtypes)
         ]
     for gemv in asked:
-        if device not in gemv.devices:
-            wanted = " or ".join(gemv.devices)
-            raise MissingError(f"kernel {gemv.name} needs a {wanted} device, and this is {device}")
-        reason = gemv.unavailable()
-        if reason is not None:
-            raise MissingError(f"kernel {gemv.name}: {reason}")
+        problem = options.availability(gemv, device)
+        if problem is not None:
+            raise problem
     return asked
 
 

@@ -233,11 +233,7 @@ def _problem(gemv: Gemv, device: str, dtype: str | None) -> Exception | None:
     """Why `gemv` cannot be checked on `device`, as the error to raise."""
     if dtype is not None and dtype not in gemv.dtypes:
         return UsageError(f"kernel {gemv.name} has no {dtype}, only {', '.join(gemv.dtypes)}")
-    if device not in gemv.devices:
-        wanted = " or ".join(gemv.devices)
-        return MissingError(f"kernel {gemv.name} needs a {wanted} device, and this is {device}")
-    reason = gemv.unavailable()
-    return None if reason is None else MissingError(f"kernel {gemv.name}: {reason}")
+    return options.availability(gemv, device)
 
 
 def _document(report: CheckReport, args: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minidecode.errors import UsageError
+from minidecode.errors import MissingError, UsageError
 
 if TYPE_CHECKING:
     from minidecode.cli.progress import Progress
@@ -58,6 +58,15 @@ def gemv_kernel(spec: str, also: Sequence[str] = ()) -> Gemv:
     if spec in registry.ENGINES and spec not in registry.gemvs():
         raise UsageError(f"{spec} is an engine, a whole decode step; this takes GEMVs alone")
     return registry.resolve(spec, also)
+
+
+def availability(gemv: Gemv, device: str) -> MissingError | None:
+    """Why a GEMV does not run on a type of device, "cpu" or "cuda", as the error to raise."""
+    if device not in gemv.devices:
+        wanted = " or ".join(gemv.devices)
+        return MissingError(f"kernel {gemv.name} needs a {wanted} device, and this is {device}")
+    reason = gemv.unavailable()
+    return None if reason is None else MissingError(f"kernel {gemv.name}: {reason}")
 
 
 def check_device(name: str) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 
-from minidecode.cli import measure, options, streams
+from minidecode.cli import measure, options, outputs, streams
 from minidecode.cli.progress import Progress
-from minidecode.errors import MissingError, UsageError
+from minidecode.errors import UsageError
 
 # Formats that a file can have, with what each is good for.
 FILES = {
@@ -45,9 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.only is not None and args.vs is None:
         raise UsageError("--only says what --vs swaps: it needs --vs")
     targets = {name: getattr(args, name) for name in FILES if getattr(args, name) is not None}
-    measure.check_outputs({f"--{name}": target for name, target in targets.items()})
-    if "png" in targets and importlib.util.find_spec("matplotlib") is None:
-        raise MissingError('a picture needs matplotlib: pip install "minidecode[plot]"')
+    outputs.check({f"--{name}": target for name, target in targets.items()})
 
     from minidecode.bench import layers
     from minidecode.bench.gate import Gate
@@ -83,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
         for name, target in targets.items()
     }
     try:
-        measure.write(files)
+        outputs.write(files)
     finally:
-        if not any(map(measure.is_stdout, targets.values())):
-            streams.show(writer("txt", "layers")(result, layers=args.layers, plain=measure.plain()))
+        if not any(map(outputs.is_stdout, targets.values())):
+            streams.show(writer("txt", "layers")(result, layers=args.layers, plain=outputs.plain()))
     return 0
 
 
