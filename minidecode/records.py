@@ -395,6 +395,16 @@ class LayerReport(Record):
             **others,
         )
 
+    @property
+    def sum_pct(self) -> float:
+        """The ops' sum as a share of the step, in per cent."""
+        return 100.0 * self.sum_us / self.step_us
+
+    @property
+    def vs_delta_us(self) -> float | None:
+        """How much longer the other kernel's step takes, in µs."""
+        return None if self.vs_step_us is None else self.vs_step_us - self.step_us
+
 
 def _layer_name(row: LayerRow) -> str:
     return "other" if row.layer is None else str(row.layer)

@@ -23,7 +23,7 @@ echo "ruff"
 ruff check .
 ruff format --check .
 echo "mypy"
-mypy minidecode $(find scripts -name '*.py')
+mypy
 echo "clang-format"
 find cuda -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' \) \
   -exec clang-format --dry-run -Werror {} +

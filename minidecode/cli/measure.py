@@ -1,4 +1,4 @@
-"""What the commands that measure share: depth, loading, the gate's text, the ceiling, the command."""
+"""What the commands that measure share: the depth, loading, the gate's text, the ceiling."""
 
 from __future__ import annotations
 

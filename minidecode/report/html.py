@@ -268,9 +268,8 @@ def _kinds(report: LayerReport, classes: dict[str, str]) -> str:
         name = html.escape(total.name)
         lines.append(f'<tr><th scope="row" title="{name}">{swatch}{name}</th>{"".join(cells)}</tr>')
     blank = "<td></td><td></td>" if compared else ""
-    sum_share = _format.of_step(100.0 * report.sum_us / report.step_us)
-    change = None if report.vs_step_us is None else report.vs_step_us - report.step_us
-    step_vs = "".join(_versus_cells(report.vs_step_us, change, digits, compared))
+    sum_share = _format.of_step(report.sum_pct)
+    step_vs = "".join(_versus_cells(report.vs_step_us, report.vs_delta_us, digits, compared))
     foot = (
         f'<tr><th scope="row">sum</th><td>{len(report.rows)}</td><td>{us[-2]}</td>'
         f"<td>{sum_share}</td><td></td>{blank}<td>{_format.size(report.bytes)}</td>"
@@ -687,11 +686,12 @@ def _layer_totals(report: LayerReport) -> str:
     """The totals by layer, folded away."""
     compared = report.vs is not None
     us = numbers([total.us for total in report.by_layer])
+    digits = len(us[0].partition(".")[2])
     heads = ("layer", "ops", "µs", "% step", *_versus_heads(report), "bytes", "GB/s", "% read")
     head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in heads)
     lines = []
     for i, total in enumerate(report.by_layer):
-        versus = "".join(_versus_cells(total.vs_us, total.delta_us, 2, compared))
+        versus = "".join(_versus_cells(total.vs_us, total.delta_us, digits, compared))
         lines.append(
             f'<tr><th scope="row">{html.escape(total.name)}</th><td>{total.ops}</td>'
             f"<td>{us[i]}</td><td>{_format.of_step(total.pct_step)}</td>{versus}"

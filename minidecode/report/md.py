@@ -74,13 +74,12 @@ def layers(report: LayerReport) -> str:
     versus = [f"{report.vs} µs:", "Δ µs:"] if compared else []
     rows = _totals(report, report.by_kind, digits)
     blank = ["", ""] if compared else []
-    sum_share = _format.of_step(100.0 * report.sum_us / report.step_us)
+    sum_share = _format.of_step(report.sum_pct)
     n_ops = str(len(report.rows))
     rows.append(["sum", n_ops, us[-3], *blank, sum_share, _format.size(report.bytes), "", ""])
     rest = _format.of_step(report.unexplained_pct)
     rows.append(["unexplained", "", us[-2], *blank, rest, "", "", ""])
-    change = None if report.vs_step_us is None else report.vs_step_us - report.step_us
-    step_vs = [number(report.vs_step_us, digits), number(change, digits, signed=True)]
+    step_vs = [number(report.vs_step_us, digits), number(report.vs_delta_us, digits, signed=True)]
     rows.append(
         [
             "step",

@@ -169,13 +169,12 @@ def _kinds_table(report: LayerReport) -> Table:
     table.add_section()
     blank = ["", ""] if compared else [""]
     vs_step = number(report.vs_step_us, digits)
-    change = None if report.vs_step_us is None else report.vs_step_us - report.step_us
-    step = [vs_step, number(change, digits, signed=True)]
+    step = [vs_step, number(report.vs_delta_us, digits, signed=True)]
     table.add_row(
         "sum",
         str(len(report.rows)),
         us[-3],
-        _format.of_step(100.0 * report.sum_us / report.step_us),
+        _format.of_step(report.sum_pct),
         *(blank if compared else [_format.size(report.bytes)]),
     )
     table.add_row("unexplained", "", us[-2], _format.of_step(report.unexplained_pct), *blank)
