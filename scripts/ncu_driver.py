@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             args.order.write_text(json.dumps([asdict(call) for call in calls]))
         else:
             calls = [Call(**call) for call in json.loads(args.order.read_text())]
-            print(tables(calls, args.log.read_text(errors="replace")), end="")
+            print(f"{heading()}\n\n{tables(calls, args.log.read_text(errors='replace'))}", end="")
     except MinidecodeError as error:
         print(f"ncu.sh: {error}", file=sys.stderr)
         return error.exit_code
@@ -107,8 +107,18 @@ def run(kernel: str, sizes: Sequence[int], dtypes: Sequence[str]) -> list[Call]:
     return done
 
 
+def heading() -> str:
+    """What was profiled and where."""
+    import torch
+
+    from minidecode.bench.device import environment
+
+    here = environment("cuda" if torch.cuda.is_available() else "cpu")
+    return f"{here.hardware}, commit {here.commit or 'unknown'}: scripts/ncu.sh"
+
+
 def tables(calls: Sequence[Call], log: str) -> str:
-    """Markdown: DRAM throughput and achieved occupancy, a row a size, a column a kernel.
+    """Markdown: DRAM throughput, achieved occupancy and time, a row a size, a column a kernel.
 
     Where a call launched several kernels, their mean weighted by time. Raises MinidecodeError when
     the log does not hold what the calls launched.
@@ -121,7 +131,8 @@ def tables(calls: Sequence[Call], log: str) -> str:
     for dtype in dict.fromkeys(call.dtype for call in calls):
         kernels = list(dict.fromkeys(call.kernel for call in calls if call.dtype == dtype))
         sizes = list(dict.fromkeys(call.n for call in calls if call.dtype == dtype))
-        for title, metric in (("DRAM throughput, % of peak", 0), ("achieved occupancy, %", 1)):
+        titles = ("DRAM throughput, % of peak", "achieved occupancy, %", "time, µs")
+        for metric, title in enumerate(titles):
             text += f"\n{dtype}: {title}\n\n| n | {' | '.join(kernels)} |\n"
             text += f"|{'---:|' * (1 + len(kernels))}\n"
             for n in sizes:
@@ -145,13 +156,13 @@ def launches(log: str) -> list[list[dict[str, float]]]:
     return groups
 
 
-def _weighted(group: Sequence[dict[str, float]]) -> tuple[float, float]:
-    """(DRAM throughput, occupancy) of one call."""
+def _weighted(group: Sequence[dict[str, float]]) -> tuple[float, float, float]:
+    """(DRAM throughput, occupancy, µs) of one call."""
     total = sum(launch[TIME] for launch in group)
     if not total:
-        return math.nan, math.nan
+        return math.nan, math.nan, math.nan
     dram, warps = (sum(launch[TIME] * launch[m] for launch in group) / total for m in (DRAM, WARPS))
-    return dram, warps
+    return dram, warps, total / 1e3
 
 
 def _number(cell: str | None) -> float:

@@ -265,14 +265,20 @@ def test_both_passes_of_a_gpu_meet_in_the_rows(
 @pytest.mark.parametrize(
     ("full", "short"),
     [
-        ("void minidecode::(anonymous namespace)::norm_linear<4, 8>(Args)", "minidecode::norm_linear"),
+        (
+            "void minidecode::(anonymous namespace)::norm_linear<4, 8>(Args)",
+            "minidecode::norm_linear",
+        ),
         ("gemvNSP_kernel", "gemvNSP_kernel"),
         (
             "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, (bool)1>(T<int>)",
             "internal::gemvx::kernel",
         ),
         ("triton_red_fused_mm_0", "triton_red_fused_mm_0"),
-        ("void at::native::vectorized<4, at::native::Fill<half> >(int, F)", "at::native::vectorized"),
+        (
+            "void at::native::vectorized<4, at::native::Fill<half> >(int, F)",
+            "at::native::vectorized",
+        ),
         ("Memset (Device)", "Memset (Device)"),
         ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD (Device -> Device)"),
     ],
