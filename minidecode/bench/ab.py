@@ -18,7 +18,7 @@ from minidecode.bench.gate import Gate, Progress
 from minidecode.records import ABResult, Arm, gb_per_s, is_above, percent
 
 if TYPE_CHECKING:
-    from minidecode.decode import Decoder
+    from minidecode.decode import Decoder, Runner
     from minidecode.plan import KernelSet
     from minidecode.records import Environment
 
@@ -72,32 +72,13 @@ def run(
     compared = stats.compare(*times)
     after = gate.check(named, "after")
     middle = steps.mean_position(depth, n)
-
-    def arm(name: str, which: int) -> Arm:
-        step_us = stats.median(times[which])
-        plan = runners[which].plan(middle)
-        n_bytes = plan.bytes_per_token(middle)
-        speed = gb_per_s(n_bytes, step_us)
-        share = percent(speed, environment.read_bw_gb_s)
-        return Arm(
-            kernel=name,
-            engine=plan.engine,
-            tokens_s=1e6 / step_us,
-            step_us=step_us,
-            bytes_per_token=n_bytes,
-            gb_s=speed,
-            pct_read_bw=share,
-            served_from_cache=is_above(share),
-            samples_us=tuple(times[which]),
-        )
-
     return ABResult(
         model=model,
         depth=depth,
         only=only,
         rounds=rounds,
-        a=arm(a[0], 0),
-        b=arm(b[0], 1),
+        a=_arm(a[0], runners[0], middle, times[0], environment),
+        b=_arm(b[0], runners[1], middle, times[1], environment),
         gates=before + after,
         ratio=compared.ratio.value,
         ratio_low=compared.ratio.low,
@@ -114,4 +95,30 @@ def run(
         state_after=state_after,
         command=command,
         environment=environment,
+    )
+
+
+def _arm(
+    name: str,
+    runner: Runner,
+    position: int,
+    samples_us: Sequence[float],
+    environment: Environment,
+) -> Arm:
+    """One arm; its bytes are those of the step at `position`, the middle of what was timed."""
+    plan = runner.plan(position)
+    n_bytes = plan.bytes_per_token(position)
+    step_us = stats.median(samples_us)
+    speed = gb_per_s(n_bytes, step_us)
+    share = percent(speed, environment.read_bw_gb_s)
+    return Arm(
+        kernel=name,
+        engine=plan.engine,
+        tokens_s=1e6 / step_us,
+        step_us=step_us,
+        bytes_per_token=n_bytes,
+        gb_s=speed,
+        pct_read_bw=share,
+        served_from_cache=is_above(share),
+        samples_us=tuple(samples_us),
     )
