@@ -11,7 +11,7 @@ import pytest
 import step_reference as ref
 import torch
 import torch.nn.functional as F
-from anywhere import same_bits
+from anywhere import same_anywhere
 
 from minidecode.errors import MinidecodeError
 from minidecode.kernels import registry, step, tune
@@ -575,7 +575,7 @@ def test_on_a_side_stream_and_in_a_graph_with_other_inputs(random: torch.Generat
     launch = step.fused_linear(
         step.NORM_LINEAR, default_tile(960, 576, device()), w=w, x=x, y=y, norm=norm, eps=EPS
     )
-    same_bits(launch, x, y, [x.clone(), halves(random, 576)])
+    same_anywhere(launch, x, y, [x.clone(), halves(random, 576)])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
