@@ -15,9 +15,10 @@ import torch
 
 import minidecode
 from minidecode import cli
+from minidecode.bench import gate
 from minidecode.bench import tune as tuning
-from minidecode.cli import options
-from minidecode.errors import MinidecodeError
+from minidecode.cli import measure, options
+from minidecode.errors import KernelWrongError, MinidecodeError
 from minidecode.kernels import build, step, tune
 from minidecode.kernels.tiles import (
     Choices,
@@ -28,6 +29,7 @@ from minidecode.kernels.tiles import (
     split_key,
     tile_key,
 )
+from minidecode.plan import KernelSet
 from minidecode.plan.cuda import heads_of
 
 GPU = torch.device("cuda", 0)
@@ -255,24 +257,62 @@ def test_show_and_clear(
         assert capsys.readouterr().out.strip() == said
 
 
+@pytest.fixture
+def gated(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[KernelSet]:
+    """`tune` with a decoder that is not there; the kernel sets that its gate has seen."""
+    decoder = SimpleNamespace(kernel_set=KernelSet("fused", "fused"))
+    seen: list[KernelSet] = []
+
+    class Gate:
+        def __init__(self, *_: object) -> None: ...
+
+        def check(self, arms: list[tuple[str, KernelSet]], when: str) -> None:
+            ((_, kernels),) = arms
+            assert kernels is not decoder.kernel_set
+            assert when == "after"
+            seen.append(kernels)
+
+    monkeypatch.setattr("minidecode.loading.resolve_device", lambda _: GPU)
+    monkeypatch.setattr(options, "load", lambda *_: decoder)
+    monkeypatch.setattr(measure, "gate_ids", lambda _: [1])
+    monkeypatch.setattr(gate, "Gate", Gate)
+    return seen
+
+
 def test_only_what_gained_is_kept(
-    gpu: SimpleNamespace,
-    made: Callable[..., tiny.Tiny],
+    gated: list[KernelSet],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     chosen = [tuning.Tuned(100.0, 100.0, {}, {}), tuning.Tuned(110.0, 100.0, {}, {KEY: SPLIT})]
-    monkeypatch.setattr("minidecode.loading.resolve_device", lambda _: GPU)
-    monkeypatch.setattr(options, "load", lambda *_: None)
     monkeypatch.setattr(tuning, "tune_step", lambda *_, tiles: chosen.pop(0))
     assert cli.main(["tune", "-d", "128"]) == 0
     assert capsys.readouterr().out == "depth 128: 100.0 us a step, nothing quicker found\n"
     assert not tune.cache_file(GPU).exists()
+    assert not gated
     assert cli.main(["tune", "-d", "128"]) == 0
+    assert len(gated) == 1
     said, kept = capsys.readouterr().out.splitlines()
     assert said == "depth 128: 110.0 us a step before, 100.0 us after (+10.0 %)"
     assert kept == f"kept in {tune.cache_file(GPU)}"
     assert tune.choices(GPU).splits[KEY] == SPLIT
+
+
+def test_wrong_tiles_are_forgotten(
+    gated: list[KernelSet], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        assert tune.cache_file(GPU).exists()
+        raise KernelWrongError("kernel fused is wrong")
+
+    found = tuning.Tuned(110.0, 100.0, {KEY: Tile(64, 4)}, {})
+    monkeypatch.setattr(tuning, "tune_step", lambda *_, tiles: found)
+    monkeypatch.setattr(gate.Gate, "check", refuse)
+    assert cli.main(["tune"]) == 3
+    captured = capsys.readouterr()
+    assert "kept in" not in captured.out
+    assert "kernel fused is wrong; what was kept for this GPU is forgotten" in captured.err
+    assert not tune.cache_file(GPU).exists()
 
 
 def test_the_cpu_has_nothing_to_choose(capsys: pytest.CaptureFixture[str]) -> None:

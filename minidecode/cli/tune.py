@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 from minidecode.cli import measure, options
 from minidecode.cli.progress import Progress
-from minidecode.errors import MissingError
+from minidecode.errors import KernelWrongError, MissingError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     device = resolve_device(args.device)
     if device.type != "cuda":
         raise MissingError("tune needs a CUDA GPU: the CPU has nothing to choose")
+    from minidecode.bench.gate import Gate
     from minidecode.bench.tune import tune_step
     from minidecode.kernels import tune
 
@@ -63,6 +65,15 @@ def run(args: argparse.Namespace) -> int:
                 line += ", nothing quicker found"
             progress.pause()
             print(line)
+        if kept is not None:
+            # A set of its own, so that its plans are made of what is kept now.
+            arm = ("fused", dataclasses.replace(decoder.kernel_set))
+            try:
+                Gate(decoder, measure.gate_ids(decoder), progress).check([arm], "after")
+            except KernelWrongError as error:
+                tune.clear(device)
+                said = f"{error}; what was kept for this GPU is forgotten"
+                raise KernelWrongError(said) from error
     if kept is not None:
         print(f"kept in {kept}")
     return 0
