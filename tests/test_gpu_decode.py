@@ -19,7 +19,7 @@ from minidecode.cli.measure import gate_ids
 from minidecode.decode import STEPS_PER_GRAPH, Decoder, Runner, context_bucket
 from minidecode.errors import MinidecodeError
 from minidecode.kernels import registry, tune
-from minidecode.kernels.tiles import split_candidates, split_key
+from minidecode.kernels.tiles import Split, split_candidates, split_key
 from minidecode.models.stages import LinearResidual
 from minidecode.plan import KernelSet, exact, kernel_set
 from minidecode.plan.cuda import heads_of
@@ -186,14 +186,26 @@ def test_every_split_in_a_whole_step(made: Callable[..., tiny.Tiny], name: str) 
         assert relative_error(torch.stack(out), expected) < LIMIT, split
 
 
-def test_tune_chooses_splits_that_run(
-    made: Callable[..., tiny.Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_tune_finds_a_quicker_split_that_is_right(
+    made: Callable[..., tiny.Tiny], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = load(made(max_position_embeddings=4096, **MODELS["llama-wide"]).directory)
+    key = split_key(heads_of(decoder.config), 2048)
+    slow = tune.choices(GPU).but(splits={key: Split(1, 4)})
+    monkeypatch.setattr(tune, "choices", lambda _: slow)
     found = tune_step(decoder, 1500, lambda share, text: None, tiles=False)
-    assert 0 < found.after_us < 1.05 * found.before_us
-    keys = {split_key(heads_of(decoder.config), 2048)}
-    assert set(found.splits) <= keys
+    assert found.after_us < found.before_us
+    assert set(found.splits) == {key}
+    assert found.splits[key].splits > 1
+    logits = []
+    for choices in (slow, slow.but(splits=found.splits)):
+        runner = Runner(
+            kernels_of("fused"),
+            *(decoder.blueprint, decoder.weights, decoder.state),
+            choices=choices,
+        )
+        logits.append(step(decoder, runner, IDS[0], 1500))
+    assert relative_error(logits[1], logits[0]) < LIMIT
 
 
 @pytest.mark.parametrize("spec", ["fused", "half2_block"])
