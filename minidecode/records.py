@@ -127,6 +127,10 @@ def percent(part: float | None, whole: float | None) -> float | None:
     return 100.0 * part / whole if part is not None and whole else None
 
 
+# What a share above 100 % can come from.
+WHY_ABOVE = "a cache served part of it, or the machine was busy while its ceiling was measured"
+
+
 def is_above(pct_read_bw: float | None) -> bool:
     """Whether a share of the read bandwidth, with one decimal as it is shown, is above 100 %."""
     return pct_read_bw is not None and round(pct_read_bw, 1) > 100.0

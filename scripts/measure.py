@@ -233,16 +233,13 @@ def main() -> int:
             began = time.monotonic()
             new, log = results / f"{file}.part", results / f"{file}.log"
             status = run(new, log, command, float(os.environ.get("LIMIT", "300")))
-            # A peer that cannot run leaves the others' rows.
-            if status == 0 or (name == "peers" and new.stat().st_size > 0):
-                new.replace(results / file)
-            else:
-                new.unlink()
             took = f"({time.monotonic() - began:.0f} s)"
             if status == 0:
+                new.replace(results / file)
                 print(f"{results / file} {took}", flush=True)
             else:
                 failed = True
+                new.unlink()
                 words = log.read_text(encoding="utf-8", errors="replace").split("\n")[-3:]
                 print(f"{results / file} FAILED {took}: {status} {' '.join(words)}", flush=True)
             log.unlink(missing_ok=True)

@@ -375,8 +375,8 @@ def run_python(name: str, dtypes: Sequence[str]) -> int:
         # A case is a compilation, under a tool as well: of each shape in turn one of the two.
         cases = [(shape, i % 2) for i, shape in enumerate(GEMV_SHAPES)]
     if name == "cublas":
-        # For many rows of whole 16 bytes it may take kernels that write by TMA: initcheck does not
-        # see what they write, and racecheck takes the stages of their pipeline for a race.
+        # At 1,000 aligned rows initcheck took a y that was right for unwritten, and racecheck told
+        # of hazards in NVIDIA's nvjet kernels: these use TMA, we think, which neither follows.
         cases = [((n, k), by) for (n, k), by in cases if n < 1000 or k % 8 or by]
     for dtype, ((n, k), by) in itertools.product(dtypes or gemv.dtypes, cases):
         kind = ops.torch_dtype(dtype)

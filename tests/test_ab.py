@@ -251,6 +251,35 @@ def test_a_layer_that_a_kernel_refuses_is_told_before_anything_is_printed(
     assert re.search(r"layers\.0\.attn\.o: kernel .*:f does not support n=\d+, k=", captured.err)
 
 
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("raise NotImplementedError", 1, "layers.0.attn.qkv: kernel .* does not support n="),
+        ("y.fill_(1)\n    raise NotImplementedError", 3, "wrote something and said not supported"),
+        (
+            "if w.storage_offset() % 8:\n        raise NotImplementedError\n"
+            "    torch.mv(w, x, out=y)",
+            0,
+            "",
+        ),
+    ],
+    ids=["all", "but writes", "off alignment"],
+)
+def test_what_a_kernel_may_refuse(
+    capsys: pytest.CaptureFixture[str],
+    tiny_model: str,
+    tmp_path: Path,
+    body: str,
+    code: int,
+    said: str,
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"import torch\ndef f(y, w, x):\n    {body}\n")
+    asked = ["--kernel", f"{file}:f", "--prompt", "a", "--max-new-tokens", "2"]
+    assert cli.main(["generate", tiny_model, *asked]) == code
+    assert re.search(said, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("kernel", ["zeros", "nan", "skips_last_row", "wrong_after_ten"])
 @pytest.mark.parametrize("which", ["tiny_model", "small_weights"])
 def test_a_wrong_kernel_decodes_nothing(

@@ -296,11 +296,6 @@ def test_what_cannot_be_built_does_not_end_the_check_of_others(
     assert re.search(r"k\.py:1: ModuleNotFoundError.*\n.*zeros is wrong", err)
 
 
-# --- on a GPU -------------------------------------------------------------------------------------
-
-CUDA_REFUSED_FOR = {**REFUSED_FOR, "default_stream": "on a side stream"}
-
-
 @pytest.mark.parametrize(("share", "right"), [(1e-5, True), (3e-5, False)])
 def test_a_sum_that_cancels_is_judged_by_its_size_by_chance(share: float, right: bool) -> None:
     problem = _Problem((1, 2176), "fp32", torch.device("cpu"), 0)
@@ -313,6 +308,11 @@ def test_a_sum_that_cancels_is_judged_by_its_size_by_chance(share: float, right:
     assert relative is not None
     assert relative > 1
     assert (fault == "") is right
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+CUDA_REFUSED_FOR = {**REFUSED_FOR, "default_stream": "on a side stream"}
 
 
 @pytest.mark.gpu

@@ -34,7 +34,7 @@ def available(name: str) -> Gemv:
 def test_a_side_stream_and_a_graph_change_no_bit(name: str) -> None:
     gemv = available(name)
     # The order in which column_atomic adds up is chance.
-    same = functools.partial(torch.allclose, rtol=1e-2, atol=0.1)
+    same = functools.partial(torch.allclose, rtol=1e-2, atol=1e-2)
     for kind in map(ops.torch_dtype, gemv.dtypes):
         w = torch.randn(1000, 1056, device="cuda").to(kind)
         inputs = [torch.randn(1056, device="cuda").to(kind) for _ in range(2)]

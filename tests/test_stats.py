@@ -137,7 +137,7 @@ def test_the_same_kernel_twice_is_rarely_called_different() -> None:
 
 
 def test_captures_that_differ_for_good_are_rarely_called_different() -> None:
-    """By 0.05 % each; what the H200 kept differs by less (0.04 % in the mean of A/A runs)."""
+    """By 0.05 % each. 25 pairs of captures on H200s at full clocks differ by 0.04 % (r.m.s.)."""
     drawn = np.random.default_rng(0).normal(scale=5e-4, size=(RUNS, 3))
     verdicts = []
     for seed, (a, b, again) in enumerate(drawn):

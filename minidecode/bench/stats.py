@@ -23,8 +23,8 @@ Verdict: TypeAlias = Literal["faster", "slower", "no difference"]
 # can hold a median 95 times in 100: even the smallest to the largest of five holds it 94 times.
 MIN_PAIRS = 12
 
-# What is not in the spread of the samples: two captures of the same kernels differ by up to about
-# as much through where their buffers happen to lie. The least noise floor.
+# What is not in the spread of the samples: two captures of the same kernels differ for good, on
+# H200s at full clocks by up to half as much. The least noise floor.
 MIN_EFFECT = 0.002
 
 _RESAMPLES = 10_000

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from minidecode.bench import steps
 from minidecode.bench.stats import median
 from minidecode.decode import STEPS_PER_GRAPH, Decoder, Runner, context_bucket
 from minidecode.errors import MinidecodeError
@@ -62,25 +63,24 @@ def tune_step(decoder: Decoder, depth: int, progress: Progress, *, tiles: bool =
     """
     bucket = context_bucket(depth + 1)
     last = min(bucket, decoder.max_context)
-    state = decoder.prepare(max(depth + 1, last))
+    decoder.prepare(max(depth + 1, last))
     # All that is measured must be in the bucket of contexts that the choice is for.
     depth = max(0, min(depth, last - (_REPLAYS + 2) * STEPS_PER_GRAPH))
-    state.keys.normal_()
-    state.values.normal_()
+    steps.fill_cache(decoder, last)
     first = best = tune.choices(decoder.device)
-    steps = list(_coordinates(decoder, best, bucket, tiles))
-    total = sum(len(candidates) for _, candidates in steps)
+    coordinates = list(_coordinates(decoder, best, bucket, tiles))
+    total = sum(len(candidates) for _, candidates in coordinates)
     progress(0.0, "compiling candidates")
     step.compile_kernels(
         (file_of(key.split()[0]), tile)
-        for key, candidates in steps
+        for key, candidates in coordinates
         for choice in candidates
         for tile in choice.tiles.values()
     )
     best_us = _step_us(decoder, best, depth)
     done = 0
     for again in (False, True):
-        for at, (key, candidates) in enumerate(steps):
+        for at, (key, candidates) in enumerate(coordinates):
             measured: list[tuple[float, Choices]] = []
             for variation in candidates:
                 trial = best.but(variation.tiles, variation.splits)
@@ -92,14 +92,14 @@ def tune_step(decoder: Decoder, depth: int, progress: Progress, *, tiles: bool =
                 raise MinidecodeError(f"tune: no candidate for {key} runs on this GPU")
             if us < best_us * (1 - _LEAST_GAIN):
                 best, best_us = best.but(variation.tiles, variation.splits), us
-            steps[at] = (key, [v for t, v in measured if t < us * _CLOSE])
+            coordinates[at] = (key, [v for t, v in measured if t < us * _CLOSE])
     if best is first:
         return Tuned(best_us, best_us, {}, {})
     # The least of many measurements is partly luck: both once more, one after the other.
     before, after = (_step_us(decoder, choices, depth) for choices in (first, best))
     if after >= before:
         return Tuned(before, before, {}, {})
-    keys = [key for key, _ in steps]
+    keys = [key for key, _ in coordinates]
     return Tuned(
         before,
         after,
@@ -138,18 +138,18 @@ def _step_us(decoder: Decoder, choices: Choices, depth: int) -> float:
         decoder.state,
         choices=choices,
     )
-    steps = STEPS_PER_GRAPH if decoder.weights.bytes < _SMALL_MODEL else 1
-    decoder.start(0, depth)
+    count = STEPS_PER_GRAPH if decoder.weights.bytes < _SMALL_MODEL else 1
+    decoder.start(steps.TOKEN, depth)
     try:
-        runner.warm_up(steps)
+        runner.warm_up(count)
     except MinidecodeError:
         return math.inf
     # Replays follow each other without a gap, so the time between two events is the device's.
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]
-    runner.step(steps)
+    runner.step(count)
     for mark in marks[:-1]:
         mark.record()
-        runner.step(steps)
+        runner.step(count)
     marks[-1].record()
     marks[-1].synchronize()
-    return median([a.elapsed_time(b) * 1e3 / steps for a, b in itertools.pairwise(marks)])
+    return median([a.elapsed_time(b) * 1e3 / count for a, b in itertools.pairwise(marks)])

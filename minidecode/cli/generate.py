@@ -298,8 +298,7 @@ def _result(model: str, decoder: Decoder, writer: _Writer, interrupted: bool) ->
 
 def _statistics(result: GenerateResult, wanted: int) -> str:
     """Four lines for a person; `wanted` tokens were asked for."""
-    from minidecode.records import is_above
-    from minidecode.report._format import SERVED
+    from minidecode.records import WHY_ABOVE, is_above
 
     short = result.stop_reason == "length" and result.n_gen < wanted
     ended = "the context was full" if short else result.stop_reason
@@ -308,7 +307,7 @@ def _statistics(result: GenerateResult, wanted: int) -> str:
     if share is not None:
         speed += f", {_amount(share, '%')} of the {_amount(result.read_bw_gb_s, 'GB/s')} measured"
         if is_above(share):
-            speed += f": {SERVED}"
+            speed += f": {WHY_ABOVE}"
     rows = [
         (
             "load",

@@ -172,7 +172,7 @@ def _check(args: argparse.Namespace) -> int:
 
     device = resolve_device(args.device)
     everything = "all" in args.kernel
-    documents: list[dict[str, Any]] = []
+    reports: list[CheckReport] = []
     errors: list[MinidecodeError] = []
     problems = {gemv.name: _problem(gemv, device.type, args.dtype) for gemv in chosen}
     if not everything:  # known before minutes of checking others
@@ -199,22 +199,23 @@ def _check(args: argparse.Namespace) -> int:
                 progress(None, f"{name}: {case}")
 
             report = check(gemv, device, dtypes=[args.dtype] if args.dtype else None, on_case=show)
-            documents.append(_document(report, args))
+            reports.append(report)
             seconds = time.perf_counter() - start
             if not args.json:
                 _say(progress, *_lines(report, seconds, args.verbose))
-            try:
-                report.require()
-            except MinidecodeError as error:
-                errors.append(error)
     if args.json:
-        streams.show(f"{json.dumps(documents)}\n")
+        streams.show(f"{json.dumps([_document(report) for report in reports])}\n")
+    for report in reports:
+        try:
+            report.require()
+        except MinidecodeError as error:
+            errors.append(error)
     if errors:
         errors.sort(key=lambda error: isinstance(error, KernelWrongError))  # the worst is last
         for other in errors[:-1]:
             print(f"minidecode: {other}", file=sys.stderr)
         raise errors[-1]
-    if not documents:
+    if not reports:
         raise MissingError(f"none of these kernels runs on {device.type} here")
     return 0
 
@@ -236,10 +237,8 @@ def _problem(gemv: Gemv, device: str, dtype: str | None) -> Exception | None:
     return options.availability(gemv, device)
 
 
-def _document(report: CheckReport, args: argparse.Namespace) -> dict[str, Any]:
-    """The report as its record; nothing is gathered when it is not wanted."""
-    if not args.json:
-        return {}
+def _document(report: CheckReport) -> dict[str, Any]:
+    """The report as its record."""
     import dataclasses
 
     from minidecode.bench.device import environment

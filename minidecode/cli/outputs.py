@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import os
 import shutil
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from minidecode.cli import streams
-from minidecode.errors import MinidecodeError, MissingError, UsageError
+from minidecode.errors import MinidecodeError, UsageError
 
 
 def check(targets: Mapping[str, str | None]) -> None:
@@ -22,8 +21,10 @@ def check(targets: Mapping[str, str | None]) -> None:
     `targets` are file names by flag; "-" is stdout, which only one of them can be. MissingError for
     a picture where matplotlib is not installed.
     """
-    if targets.get("--png") is not None and importlib.util.find_spec("matplotlib") is None:
-        raise MissingError('a picture needs matplotlib: pip install "minidecode[plot]"')
+    if targets.get("--png") is not None:
+        from minidecode.report import png
+
+        png.require()
     taken: dict[str, str] = {}
     for flag, target in targets.items():
         if target is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from minidecode.records import (
+    WHY_ABOVE,
     Arm,
     Environment,
     GemvReport,
@@ -21,8 +23,7 @@ NONE = "–"
 
 # What a share above 100 % gets instead of being shown without a word, and what it says.
 ABOVE = "*"
-SERVED = "a cache served part of it, or the machine was busy while its ceiling was measured"
-ABOVE_RUNS = f"above the measured read ceiling: {SERVED}"
+ABOVE_RUNS = f"above the measured read ceiling: {WHY_ABOVE}"
 ABOVE_GEMV = "above 100 %: faster than our pure read of the same bytes"
 CACHED = "cache"
 CACHED_NOTE = "cache: faster than memory can be read, the weights came out of a cache"
@@ -112,7 +113,7 @@ def _engines(report: LayerReport) -> list[str]:
 def above_layers(report: LayerReport) -> str:
     """What a share of more than 100 % can come from; only a GPU's ops overlap."""
     early = "reading began while the op before still ran, or " if report.environment.gpu else ""
-    return f"{ABOVE} above 100 %: {early}{SERVED}"
+    return f"{ABOVE} above 100 %: {early}{WHY_ABOVE}"
 
 
 def run_notes(runs: Iterable[Run | Arm]) -> list[str]:
@@ -150,15 +151,40 @@ def count(n: float) -> str:
     return f"{n / 1e9:.2f} B" if n >= 1e9 else f"{n / 1e6:.2f} M"
 
 
-def total_times(
-    totals: Sequence[LayerTotal], digits: int | None = None
-) -> list[tuple[str, str, str]]:
-    """µs of each total, the other kernel's and the difference, all with as many digits."""
+class TotalCells(NamedTuple):
+    """A total as it is shown; `versus` are the other kernel's µs and the difference, if any."""
+
+    name: str
+    ops: str
+    us: str
+    versus: tuple[str, ...]
+    of_step: str
+    size: str
+    speed: str
+    share: str
+
+
+def total_cells(
+    report: LayerReport, totals: Sequence[LayerTotal], digits: int | None = None
+) -> list[TotalCells]:
+    """The cells of some totals, all times with as many digits."""
     us = numbers([total.us for total in totals], digits=digits)
     digits = len(us[0].partition(".")[2])
     vs = numbers([total.vs_us for total in totals], digits=digits)
     delta = numbers([total.delta_us for total in totals], signed=True, digits=digits)
-    return list(zip(us, vs, delta, strict=True))
+    return [
+        TotalCells(
+            total.name,
+            str(total.ops),
+            us[i],
+            () if report.vs is None else (vs[i], delta[i]),
+            of_step(total.pct_step),
+            size(total.bytes),
+            speed(total.gb_s, report.read_bw_gb_s),
+            share(total.pct_read_bw),
+        )
+        for i, total in enumerate(totals)
+    ]
 
 
 def shape(sizes: Sequence[int]) -> str:

@@ -255,21 +255,21 @@ def _kinds(report: LayerReport, classes: dict[str, str]) -> str:
         for head in ("ops", "µs", "% step", "", *_versus_heads(report), "bytes", "GB/s", "% read")
     ]
     lines = []
-    for i, total in enumerate(report.by_kind):
+    shown = _format.total_cells(report, report.by_kind, digits)
+    for total, c in zip(report.by_kind, shown, strict=True):
         swatch = f'<span class="swatch {classes[total.name]}"></span>'
         cells = [
-            f"<td>{total.ops}</td><td>{us[i]}</td><td>{_format.of_step(total.pct_step)}</td>",
+            f"<td>{c.ops}</td><td>{c.us}</td><td>{c.of_step}</td>",
             f'<td class="bar {classes[total.name]}">{_track(total, longest, report)}</td>',
-            *_versus_cells(total.vs_us, total.delta_us, digits, compared),
-            f"<td>{_format.size(total.bytes)}</td>",
-            f"<td>{speed(total.gb_s, report.read_bw_gb_s)}</td>",
-            f"<td>{share(total.pct_read_bw)}</td>",
+            _versus_cells(c.versus),
+            f"<td>{c.size}</td><td>{c.speed}</td><td>{c.share}</td>",
         ]
-        name = html.escape(total.name)
+        name = html.escape(c.name)
         lines.append(f'<tr><th scope="row" title="{name}">{swatch}{name}</th>{"".join(cells)}</tr>')
     blank = "<td></td><td></td>" if compared else ""
     sum_share = _format.of_step(report.sum_pct)
-    step_vs = "".join(_versus_cells(report.vs_step_us, report.vs_delta_us, digits, compared))
+    versus = number(report.vs_step_us, digits), number(report.vs_delta_us, digits, signed=True)
+    step_vs = _versus_cells(versus if compared else ())
     foot = (
         f'<tr><th scope="row">sum</th><td>{len(report.rows)}</td><td>{us[-2]}</td>'
         f"<td>{sum_share}</td><td></td>{blank}<td>{_format.size(report.bytes)}</td>"
@@ -299,13 +299,12 @@ def _versus_heads(report: LayerReport) -> tuple[str, ...]:
     return (f"{report.vs} µs", "Δ µs") if report.vs is not None else ()
 
 
-def _versus_cells(
-    vs_us: float | None, delta_us: float | None, digits: int, compared: bool
-) -> list[str]:
-    if not compared:
-        return []
-    delta = number(delta_us, digits, signed=True)
-    return [f"<td>{number(vs_us, digits)}</td>", f"<td{_side(delta)}>{delta}</td>"]
+def _versus_cells(versus: Sequence[str]) -> str:
+    """Cells of the other kernel's µs and the difference, or none."""
+    if not versus:
+        return ""
+    us, delta = versus
+    return f"<td>{us}</td><td{_side(delta)}>{delta}</td>"
 
 
 def _side(delta: str) -> str:
@@ -684,20 +683,14 @@ def _text_cell(text: str, *, code: bool = False) -> str:
 
 def _layer_totals(report: LayerReport) -> str:
     """The totals by layer, folded away."""
-    compared = report.vs is not None
-    us = numbers([total.us for total in report.by_layer])
-    digits = len(us[0].partition(".")[2])
     heads = ("layer", "ops", "µs", "% step", *_versus_heads(report), "bytes", "GB/s", "% read")
     head = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in heads)
     lines = []
-    for i, total in enumerate(report.by_layer):
-        versus = "".join(_versus_cells(total.vs_us, total.delta_us, digits, compared))
+    for c in _format.total_cells(report, report.by_layer):
         lines.append(
-            f'<tr><th scope="row">{html.escape(total.name)}</th><td>{total.ops}</td>'
-            f"<td>{us[i]}</td><td>{_format.of_step(total.pct_step)}</td>{versus}"
-            f"<td>{_format.size(total.bytes)}</td>"
-            f"<td>{speed(total.gb_s, report.read_bw_gb_s)}</td>"
-            f"<td>{share(total.pct_read_bw)}</td></tr>"
+            f'<tr><th scope="row">{html.escape(c.name)}</th><td>{c.ops}</td>'
+            f"<td>{c.us}</td><td>{c.of_step}</td>{_versus_cells(c.versus)}"
+            f"<td>{c.size}</td><td>{c.speed}</td><td>{c.share}</td></tr>"
         )
     return (
         f"<details><summary>Totals by layer</summary>"

@@ -6,13 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from minidecode.records import (
-    ABResult,
-    GemvReport,
-    LayerReport,
-    Record,
-    Run,
-)
+from minidecode.records import ABResult, GemvReport, LayerReport, Record, Run
 
 
 def _text(data: Any) -> str:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from minidecode.records import (
-    GemvReport,
-    LayerReport,
-    LayerTotal,
-    Run,
-)
+from minidecode.records import GemvReport, LayerReport, LayerTotal, Run
 from minidecode.report import _format
 from minidecode.report._format import NONE, number, numbers, share, speed
 
@@ -103,19 +98,9 @@ def layers(report: LayerReport) -> str:
 def _totals(
     report: LayerReport, totals: Sequence[LayerTotal], digits: int | None = None
 ) -> list[list[str]]:
-    times = _format.total_times(totals, digits)
     return [
-        [
-            total.name,
-            str(total.ops),
-            us,
-            *(versus if report.vs is not None else []),
-            _format.of_step(total.pct_step),
-            _format.size(total.bytes),
-            speed(total.gb_s, report.read_bw_gb_s),
-            share(total.pct_read_bw),
-        ]
-        for total, (us, *versus) in zip(totals, times, strict=True)
+        [c.name, c.ops, c.us, *c.versus, c.of_step, c.size, c.speed, c.share]
+        for c in _format.total_cells(report, totals, digits)
     ]
 
 

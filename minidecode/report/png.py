@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 import textwrap
@@ -18,15 +19,22 @@ _MUTED = "#687182"
 _GRID = "#e3e7ee"
 _SERIES = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#66ccee", "#ccbb44", "#99712c", "#687182")
 _MARKERS = "osD^vPX*"
+_NEEDED = 'a picture needs matplotlib: pip install "minidecode[plot]"'
 # Characters of a line above two panels.
 _TITLE_WIDTH = 130
+
+
+def require() -> None:
+    """MissingError where there is no matplotlib to draw with, without importing it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingError(_NEEDED)
 
 
 def _figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingError('a picture needs matplotlib: pip install "minidecode[plot]"') from None
+        raise MissingError(_NEEDED) from None
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 

@@ -129,18 +129,9 @@ def _totals(
     report: LayerReport, totals: Sequence[LayerTotal], digits: int | None = None
 ) -> list[list[str]]:
     """The cells of these totals, under the heads of `_total_heads`."""
-    times = _format.total_times(totals, digits)
     return [
-        [
-            total.name,
-            str(total.ops),
-            us,
-            _format.of_step(total.pct_step),
-            *(versus if report.vs is not None else [_format.size(total.bytes)]),
-            speed(total.gb_s, report.read_bw_gb_s),
-            share(total.pct_read_bw),
-        ]
-        for total, (us, *versus) in zip(totals, times, strict=True)
+        [c.name, c.ops, c.us, c.of_step, *(c.versus or [c.size]), c.speed, c.share]
+        for c in _format.total_cells(report, totals, digits)
     ]
 
 
